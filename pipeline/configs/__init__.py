@@ -1,0 +1,1 @@
+"""Ready experiments: one YAML file each, stating only its differences from the defaults."""

@@ -1,0 +1,33 @@
+"""What stages hand to each other: small frozen records whose files lie in the stage's folder of the store."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Distinct training sentences, tokenised, in a seeded random order.
+
+    ``folder/part-*.parquet``, read in the order of their names, have the columns ``text`` (string),
+    ``input_ids`` (list of int32, special tokens included), ``length`` (int32, tokens) and
+    ``truncated`` (bool). ``folder/statistics.json`` says what each step saw and dropped.
+    """
+
+    folder: Path
+    sentences: int
+
+
+@dataclass(frozen=True)
+class TrainedEncoder:
+    """``folder/encoder``: the best checkpoint; ``folder/metrics.jsonl``: one object a logged step."""
+
+    folder: Path
+    best_step: int
+    best_score: float | None
+
+
+@dataclass(frozen=True)
+class Scores:
+    """``folder/scores.json``: {pooling: S}, S as described in the README; ``folder/pairs-POOLING.parquet``: cosines."""
+
+    folder: Path

@@ -1,0 +1,80 @@
+"""Which sentences to train on."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+
+
+class _Files(BaseModel, extra="forbid", frozen=True):
+    path: str                                                  # file, glob or folder; .gz too; or a URL that fsspec reads
+    on_invalid_utf8: Literal["error", "replace"] = "error"
+
+
+class TextSource(_Files):
+    """Lines of text, a sentence or a paragraph each."""
+
+    kind: Literal["text"]
+
+
+class CsvSource(_Files):
+    """Comma-separated values with a header line and CSV quoting."""
+
+    kind: Literal["csv"]
+    columns: tuple[str, ...] = ("text",)
+
+
+class TsvSource(_Files):
+    """Tab-separated values with a header line and no quoting."""
+
+    kind: Literal["tsv"]
+    columns: tuple[str, ...] = ("text",)
+
+
+class JsonLinesSource(_Files):
+    """One JSON object a line."""
+
+    kind: Literal["jsonl"]
+    columns: tuple[str, ...] = ("text",)
+
+
+class ParquetSource(BaseModel, extra="forbid", frozen=True):
+    """Parquet files."""
+
+    kind: Literal["parquet"]
+    path: str
+    columns: tuple[str, ...] = ("text",)
+
+
+class HubSource(BaseModel, extra="forbid", frozen=True):
+    """A data set of the Hugging Face hub, streamed."""
+
+    kind: Literal["hub"]
+    path: str                                                  # owner/name
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    columns: tuple[str, ...] = ("text",)
+
+
+class PythonDocsSource(BaseModel, extra="forbid", frozen=True):
+    """The English prose in the documentation of Python and of the installed libraries."""
+
+    kind: Literal["python-docs"]
+
+
+Source = Annotated[
+    TextSource | CsvSource | TsvSource | JsonLinesSource | ParquetSource | HubSource | PythonDocsSource,
+    Field(discriminator="kind"),
+]
+
+
+class CorpusConfig(BaseModel, extra="forbid", frozen=True):
+    """Where the sentences come from and which are kept."""
+
+    source: Source = PythonDocsSource(kind="python-docs")
+    segment: bool = True                                       # split paragraphs into sentences; false: a line is a sentence
+    language: str = "en"                                       # of the segmentation rules
+    min_words: NonNegativeInt = 4
+    max_words: PositiveInt = 64
+    exclude_evaluation: bool = True                            # drop sentences that occur in the evaluation data
+    sample: PositiveInt | None = None                          # keep so many, drawn by the seed; null: all

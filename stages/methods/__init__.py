@@ -1,0 +1,1 @@
+"""Training methods: pure losses, and one module a method."""
