@@ -28,6 +28,6 @@ class TrainedEncoder:
 
 @dataclass(frozen=True)
 class Scores:
-    """``folder/scores.json``: {pooling: S}, S as described in the README; ``folder/pairs-POOLING.parquet``: cosines."""
+    """``folder/scores.json``: {pooling: S}, S as in the README; ``folder/pairs-POOLING.parquet``: cosines."""
 
     folder: Path

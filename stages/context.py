@@ -36,7 +36,7 @@ class Context:
     """The surroundings of one execution of a stage; nothing in it changes the result."""
 
     out: Path                                                  # the only folder that the stage may write to
-    cluster: ClusterConfig = ClusterConfig()
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: tuple[str, str] | None = None                    # MLflow tracking URI and run id, for live metrics
 
     @property

