@@ -140,6 +140,11 @@ class Encoder(nn.Module):
         """The number T of transformer layers."""
         return int(self.backbone.config.num_hidden_layers)     # type: ignore[union-attr, arg-type]
 
+    @property
+    def dimension(self) -> int:
+        """The size D of an embedding; every pooling here keeps the backbone's hidden size d."""
+        return int(self.backbone.config.hidden_size)           # type: ignore[union-attr, arg-type]
+
     def layers(self, input_ids: Tensor, attention_mask: Tensor) -> Layers:
         """Run the backbone.
 
@@ -231,7 +236,7 @@ class Encoder(nn.Module):
         if self.pooler is not None:
             save_file(self.pooler.state_dict(), folder / "pooling.safetensors")
         if self.config.pooling in ("cls", "mean"):
-            _write_sentence_transformers_files(folder, self.config, int(self.backbone.config.hidden_size))  # type: ignore[union-attr, arg-type]
+            _write_sentence_transformers_files(folder, self.config, self.dimension)
 
 
 def masked_mean(states: Tensor, mask: Tensor) -> Tensor:

@@ -1,0 +1,165 @@
+"""APINCSE: layer-wise attention pooling, augmented positives from a neighbourhood, inter-layer negatives."""
+
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from cluster.errors import InputError
+from cluster.queue import Queue
+from cluster.world import World
+from stages.encoder import Encoder, Layers
+from stages.methods.base import MLP, Batch, Method, Metrics, TrainOnlyMLP, own_rows, two_views
+from stages.methods.functional import (
+    augmented_positives,
+    hard_negative_info_nce,
+    info_nce,
+    nearest,
+    nearest_layer,
+    own_negative_info_nce,
+)
+
+
+class APINCSEConfig(BaseModel, extra="forbid", frozen=True):
+    """The method's parameters, and the readings that its paper leaves open."""
+
+    name: Literal["apincse"]
+    temperature: PositiveFloat = 0.05
+    instance_weight: NonNegativeFloat = 1.0                    # w_I, equation 20
+    augmented_weight: NonNegativeFloat = 1.0                   # w_P
+    negative_weight: NonNegativeFloat = 1.0                    # w_N
+    queue_length: PositiveInt = 1024                           # L
+    neighbours: PositiveInt = 16                               # k
+    beta: PositiveFloat = 2.0                                  # the neighbourhood's softmax temperature
+    anchor_norm: Literal["unit", "raw"] = "unit"               # of the live positive in equations 13-14
+    include_self: bool = False                                 # let a positive retrieve the copy just pushed
+    queue_warmup: Literal["full", "none"] = "full"             # full: no augmented loss before the queue is full
+    negative_layer: Literal["argmax"] | Annotated[int, Field(ge=1)] = "argmax"  # M: one of 1..T-1
+    negative_temperature: bool = True                          # divide the negatives' cosines by the temperature too
+    negatives: Literal["batch", "own"] = "batch"               # hard negatives of the whole batch, or an anchor's own
+    detach_negative: bool = False                              # no gradients into the hard negatives
+    mlp: MLP = "none"                                          # train-only: SimCSE's head, for the -LAST ablation
+
+    def check(self, depth: int, batch_size: int) -> None:
+        """Refuse what cannot be meant.
+
+        Args:
+            depth: layers T of the encoder.
+            batch_size: sentences in the global batch.
+
+        Raises:
+            InputError: with the one setting to change.
+        """
+        method = "train.method"
+        if self.queue_length < batch_size:
+            raise InputError(
+                f"{method}.queue_length={self.queue_length} is shorter than train.batch_size={batch_size}, of which "
+                f"every sentence is pushed at each step; use a queue_length of at least {batch_size}"
+            )
+        if self.neighbours >= self.queue_length:
+            raise InputError(
+                f"{method}.neighbours={self.neighbours} is not less than {method}.queue_length={self.queue_length}; "
+                f"it may be 1 to {self.queue_length - 1}"
+            )
+        if depth < 3:
+            raise InputError(
+                f"the encoder has {depth} layers; APINCSE needs at least 3, to choose a hard negative among layers "
+                f"between the first and the last"
+            )
+        if self.negative_layer != "argmax" and self.negative_layer >= depth:
+            raise InputError(
+                f"{method}.negative_layer={self.negative_layer} is no intermediate layer of this encoder; "
+                f"it may be argmax or 1 to {depth - 1}"
+            )
+
+    def build(self, encoder: Encoder) -> "APINCSE":
+        """The module to train."""
+        return APINCSE(encoder, self)
+
+
+class APINCSE(Method):
+    """l = w_I l_I + w_P l_P + w_N l_N, equation 20."""
+
+    def __init__(self, encoder: Encoder, config: APINCSEConfig) -> None:
+        super().__init__(encoder)
+        self.config = config
+        self.queue = Queue(config.queue_length, encoder.dimension)
+        self.mlp = TrainOnlyMLP(encoder.dimension) if config.mlp == "train-only" else None
+
+    def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
+        """The weighted sum of the three losses of this worker's anchors, against the global batch."""
+        config = self.config
+        first, second = two_views(self.encoder, batch)
+        raw_positives = self._head(second.embedding)
+        anchors = F.normalize(self._head(first.embedding), dim=-1)
+        positives = F.normalize(raw_positives, dim=-1)
+        targets = own_rows(world, len(anchors), anchors.device)
+        all_positives = world.gather(positives)
+
+        instance = info_nce(anchors, all_positives, targets, config.temperature)
+        loss = config.instance_weight * instance
+        metrics: Metrics = {
+            "loss_instance": instance,
+            "positive_cosine": (anchors * positives).sum(dim=-1).mean(),
+        }
+        if config.augmented_weight > 0:
+            own_places = self.queue.push(all_positives)[targets]
+            metrics["queue_fill"] = anchors.new_tensor(len(self.queue.rows) / self.queue.length)
+            if self.queue.full or config.queue_warmup == "none":
+                live = positives if config.anchor_norm == "unit" else raw_positives
+                augmented = self._augmented(anchors, positives, live, own_places, targets, world)
+                loss = loss + config.augmented_weight * augmented
+                metrics["loss_augmented"] = augmented
+        if config.negative_weight > 0:
+            chosen, negatives = self._hard_negatives(first.layers)
+            negative = self._negative(anchors, all_positives, negatives, targets, world)
+            loss = loss + config.negative_weight * negative
+            metrics["loss_negative"] = negative
+            metrics["negative_cosine"] = (anchors * negatives).sum(dim=-1).mean()
+            for layer in range(1, self.encoder.depth):
+                metrics[f"negative_layer/{layer}"] = (chosen == layer).float().mean()
+        return loss, {"loss": loss.detach()} | {name: value.detach() for name, value in metrics.items()}
+
+    def _augmented(
+        self, anchors: Tensor, positives: Tensor, live: Tensor, own_places: Tensor, targets: Tensor, world: World
+    ) -> Tensor:
+        """l_P, equations 10-15."""
+        excluded = None if self.config.include_self else own_places
+        neighbours = nearest(positives.detach(), self.queue.rows, self.config.neighbours, excluded)
+        augmented = F.normalize(augmented_positives(live, neighbours, self.config.beta), dim=-1)
+        return info_nce(anchors, world.gather(augmented), targets, self.config.temperature)
+
+    def _hard_negatives(self, layers: Layers) -> tuple[Tensor, Tensor]:
+        """(n,) the layer chosen for each sentence and (n, d) its unit [CLS] vectors, equations 16-17."""
+        n = layers.cls.shape[1]
+        chosen = (
+            nearest_layer(layers.cls.detach())
+            if self.config.negative_layer == "argmax"
+            else torch.full((n,), self.config.negative_layer, device=layers.cls.device)
+        )
+        negatives = F.normalize(layers.cls[chosen, torch.arange(n, device=chosen.device)].float(), dim=-1)
+        return chosen, negatives.detach() if self.config.detach_negative else negatives
+
+    def _negative(
+        self, anchors: Tensor, all_positives: Tensor, negatives: Tensor, targets: Tensor, world: World
+    ) -> Tensor:
+        """l_N, equations 18-19."""
+        temperature = self.config.temperature
+        negative_temperature = temperature if self.config.negative_temperature else 1.0
+        if self.config.negatives == "own":
+            return own_negative_info_nce(anchors, all_positives, negatives, targets, temperature, negative_temperature)
+        gathered = world.gather(negatives)
+        return hard_negative_info_nce(anchors, all_positives, gathered, targets, temperature, negative_temperature)
+
+    def _head(self, embedding: Tensor) -> Tensor:
+        return embedding if self.mlp is None else self.mlp(embedding)
+
+    def resume_state(self) -> dict[str, Tensor]:
+        """The queue."""
+        return self.queue.state()
+
+    def load_resume_state(self, state: dict[str, Tensor]) -> None:
+        """Take up the queue."""
+        self.queue.load_state(state)

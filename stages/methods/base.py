@@ -1,0 +1,77 @@
+"""What every training method is."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from cluster.world import World
+from stages.encoder import Encoder, Encoding, Layers
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One worker's contiguous share of a global batch."""
+
+    input_ids: Tensor                                          # (n, S) int64
+    attention_mask: Tensor                                     # (n, S) int64
+
+
+Metrics = dict[str, Tensor]
+"""Scalars of one step, without gradients, each a mean over this worker's sentences."""
+
+
+class Method(nn.Module):
+    """An encoder under training: a batch in, the loss of this worker's anchors out.
+
+    The mean of the losses over workers is the loss of the global batch, and so are its gradients.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
+        """() loss with gradients, and what to log."""
+        raise NotImplementedError
+
+    def resume_state(self) -> dict[str, Tensor]:
+        """What must be kept, beside weights, to go on as if never stopped."""
+        return {}
+
+    def load_resume_state(self, state: dict[str, Tensor]) -> None:
+        """Take up ``resume_state()``."""
+
+
+class TrainOnlyMLP(nn.Module):
+    """SimCSE's head: dense and tanh between the encoder and the loss, dropped at test.
+
+    Source: SimCSE, section 6.3, arXiv:2104.08821.
+    """
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dimension, dimension)
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        """(B, D) -> (B, D)."""
+        return torch.tanh(self.dense(embedding.to(self.dense.weight.dtype))).float()
+
+
+MLP = Literal["none", "train-only"]
+
+
+def two_views(encoder: Encoder, batch: Batch) -> tuple[Encoding, Encoding]:
+    """Encode every sentence twice in one forward pass of 2n sequences; dropout makes the views differ."""
+    both = encoder(batch.input_ids.repeat(2, 1), batch.attention_mask.repeat(2, 1))
+    n = len(batch.input_ids)
+    return tuple(  # type: ignore[return-value]
+        Encoding(both.embedding[part], Layers(both.layers.cls[:, part], both.layers.mean[:, part]))
+        for part in (slice(0, n), slice(n, 2 * n))
+    )
+
+
+def own_rows(world: World, n: int, device: torch.device) -> Tensor:
+    """(n,) int64, where this worker's n rows lie in a gathered tensor."""
+    return world.rank * n + torch.arange(n, device=device)

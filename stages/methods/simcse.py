@@ -1,0 +1,48 @@
+"""SimCSE: two dropout views of a sentence find each other in the batch."""
+
+from typing import Literal
+
+import torch.nn.functional as F
+from pydantic import BaseModel, PositiveFloat
+from torch import Tensor
+
+from cluster.world import World
+from stages.encoder import Encoder
+from stages.methods.base import MLP, Batch, Method, Metrics, TrainOnlyMLP, own_rows, two_views
+from stages.methods.functional import info_nce
+
+
+class SimCSEConfig(BaseModel, extra="forbid", frozen=True):
+    """Unsupervised SimCSE, arXiv:2104.08821."""
+
+    name: Literal["simcse"]
+    temperature: PositiveFloat = 0.05
+    mlp: MLP = "train-only"
+
+    def check(self, depth: int, batch_size: int) -> None:
+        """Any encoder and batch will do."""
+
+    def build(self, encoder: Encoder) -> "SimCSE":
+        """The module to train."""
+        return SimCSE(encoder, self)
+
+
+class SimCSE(Method):
+    """The loss of equation 1 over the global batch."""
+
+    def __init__(self, encoder: Encoder, config: SimCSEConfig) -> None:
+        super().__init__(encoder)
+        self.config = config
+        self.mlp = TrainOnlyMLP(encoder.dimension) if config.mlp == "train-only" else None
+
+    def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
+        """Cross-entropy of this worker's anchors against the gathered second views."""
+        first, second = two_views(self.encoder, batch)
+        anchors, positives = (F.normalize(self._head(view.embedding), dim=-1) for view in (first, second))
+        targets = own_rows(world, len(anchors), anchors.device)
+        loss = info_nce(anchors, world.gather(positives), targets, self.config.temperature)
+        cosine = (anchors * positives).sum(dim=-1).mean()
+        return loss, {"loss": loss.detach(), "positive_cosine": cosine.detach()}
+
+    def _head(self, embedding: Tensor) -> Tensor:
+        return embedding if self.mlp is None else self.mlp(embedding)
