@@ -8,7 +8,7 @@ from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
 class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     """Workers, devices and the parallel strategy."""
 
-    workers: PositiveInt = 1                                   # training processes, each one GPU or a share of the cores
+    workers: PositiveInt = 1                                   # training processes; each has a GPU or a share of cores
     device: Literal["auto", "cpu", "gpu"] = "auto"             # auto: gpu if the Ray cluster has any
     strategy: Literal["ddp", "zero1", "zero2", "zero3"] = "ddp"
     precision: Literal["auto", "fp32", "bf16"] = "auto"        # auto: bf16 on a GPU, fp32 on a CPU

@@ -228,13 +228,26 @@ class Encoder(nn.Module):
             encoder.pooler.load_state_dict(load_file(weights))
         return encoder.eval()
 
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Write Hugging Face files, and the pooling beside them (``pooling.json``, ``pooling.safetensors``)."""
-        self.backbone.save_pretrained(folder)                  # type: ignore[operator]
+    def save(
+        self, folder: Path, tokenizer: PreTrainedTokenizerFast, weights: dict[str, Tensor] | None = None
+    ) -> None:
+        """Write Hugging Face files, and the pooling beside them (``pooling.json``, ``pooling.safetensors``).
+
+        Args:
+            folder: made if need be.
+            tokenizer: saved too.
+            weights: a state dict to write in place of the module's own, for engines that keep it in parts.
+        """
+        weights = self.state_dict() if weights is None else weights
+        parts: dict[str, dict[str, Tensor]] = {"backbone": {}, "pooler": {}}
+        for name, value in weights.items():
+            part, _, rest = name.partition(".")
+            parts[part][rest] = value.contiguous()
+        self.backbone.save_pretrained(folder, state_dict=parts["backbone"])  # type: ignore[operator]
         tokenizer.save_pretrained(folder)
         (folder / "pooling.json").write_text(self.config.model_dump_json(indent=2) + "\n")
         if self.pooler is not None:
-            save_file(self.pooler.state_dict(), folder / "pooling.safetensors")
+            save_file(parts["pooler"], folder / "pooling.safetensors")
         if self.config.pooling in ("cls", "mean"):
             _write_sentence_transformers_files(folder, self.config, self.dimension)
 

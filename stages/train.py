@@ -1,0 +1,329 @@
+"""Training: the loop that every method shares."""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from cluster.config import ClusterConfig
+from cluster.engine import Engine, build_engine
+from cluster.errors import InputError
+from cluster.launch import train_on_workers
+from cluster.world import World
+from stages.artifacts import Corpus, TrainedEncoder
+from stages.batches import TokenisedSentences, global_rows, own_share, to_device
+from stages.context import Context
+from stages.encoder import Encoder, EncoderConfig, check_encoder, load_tokenizer, max_positions
+from stages.evaluate.validation import Validation, ValidationFile
+from stages.methods.apincse import APINCSEConfig
+from stages.methods.base import Method
+from stages.methods.registry import MethodConfig
+from stages.tracking import LiveMetrics
+
+log = logging.getLogger(__name__)
+
+
+class TrainConfig(BaseModel, extra="forbid", frozen=True):
+    """All that decides the weights; where they are computed is ClusterConfig's matter."""
+
+    method: MethodConfig = APINCSEConfig(name="apincse")
+    batch_size: PositiveInt = 64                               # sentences per optimizer step, all workers together
+    steps: PositiveInt | None = None                           # optimizer steps; null: as many as `epochs` make
+    epochs: PositiveInt = 1                                    # passes over the corpus, where `steps` is null
+    learning_rate: PositiveFloat = 3e-5                        # at its peak; falls linearly to 0
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.0          # fraction of all steps in which it rises from 0
+    weight_decay: NonNegativeFloat = 0.0
+    gradient_clipping: PositiveFloat = 1.0                     # greatest norm of the gradient
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1         # of hidden states and attention
+    log_every: PositiveInt = 10                                # steps
+    eval_every: PositiveInt = 125                              # steps between validations
+    patience: PositiveInt | None = None                        # validations without a new best before stopping
+    checkpoint_every: PositiveInt = 125                        # steps between points from which a rerun goes on
+    validation: ValidationFile | None = None                   # scored pairs; null: STS-B dev, or the graded sample's
+
+
+class TrainJob(BaseModel, extra="forbid", frozen=True):
+    """The train stage's whole input, beside the corpus."""
+
+    train: TrainConfig
+    encoder: EncoderConfig
+    evaluation_data: str | None                                # SentEval folder whose STS-B dev validates
+    seed: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What each training worker is sent."""
+
+    job: TrainJob
+    corpus: Path
+    context: Context
+
+
+@dataclass
+class Position:
+    """Where a training run is; with the weights and the method's state, all that resuming needs."""
+
+    step: int = 0                                              # optimizer steps done
+    best_step: int = 0
+    best_score: float | None = None
+    without_improvement: int = 0                               # validations since the best
+    workers: int = 1
+    strategy: str = "ddp"
+
+
+def check_train(job: TrainJob, cluster: ClusterConfig) -> None:
+    """Refuse, before anything runs, what would fail or mislead after hours.
+
+    Raises:
+        InputError: with the setting to change.
+    """
+    if job.train.batch_size % cluster.workers:
+        raise InputError(
+            f"train.batch_size={job.train.batch_size} does not split over cluster.workers={cluster.workers}; "
+            f"use a multiple of {cluster.workers}, or another number of workers"
+        )
+    positions = max_positions(job.encoder.name)
+    if job.encoder.max_length > positions:
+        raise InputError(
+            f"encoder.max_length={job.encoder.max_length} is more than the {positions} positions of "
+            f"{job.encoder.name}; it may be 3 to {positions}"
+        )
+    job.train.method.check(check_encoder(job.encoder.name).num_hidden_layers, job.train.batch_size)
+
+
+def train(job: TrainJob, corpus: Corpus, context: Context) -> TrainedEncoder:
+    """Train an encoder on Ray Train workers; the weights that validate best end in ``context.out/encoder``.
+
+    Raises:
+        InputError: the corpus has fewer sentences than one batch, or the workers do not fit on the cluster.
+    """
+    if corpus.sentences < job.train.batch_size:
+        raise InputError(
+            f"the corpus has {corpus.sentences} sentences, fewer than train.batch_size={job.train.batch_size}; "
+            f"add text or lower the batch size"
+        )
+    name = f"{context.out.name}-{time.time_ns()}"              # a name used before would resume a finished run
+    records = context.out / "ray"
+    train_on_workers(train_worker, Task(job, corpus.folder, context), context.cluster, name, records)
+    shutil.rmtree(records, ignore_errors=True)
+    shutil.rmtree(context.out / "checkpoints", ignore_errors=True)
+    result = json.loads((context.out / "best.json").read_text())
+    return TrainedEncoder(context.out, result["best_step"], result["best_score"])
+
+
+def train_worker(task: Task, world: World) -> None:
+    """The training loop, run by every worker alike."""
+    config, out = task.job.train, task.context.out
+    run = Run.prepare(task, world)
+    position = run.resume()
+    if position.step == 0:
+        run.record({"step": 0, "validation_spearman": run.validate()})
+    for step in range(position.step, run.steps):
+        if config.patience is not None and position.without_improvement >= config.patience:
+            break
+        rows = own_share(global_rows(len(run.sentences), config.batch_size, step, task.job.seed), world)
+        batch = to_device(run.sentences.batch(rows, run.pad), run.engine.device)
+        run.method.train()
+        loss, metrics = run.engine.model(batch, world)
+        rate = learning_rate(step, run.steps, config.learning_rate, config.warmup)
+        norm = run.engine.step(loss, rate)
+        position.step = step + 1
+        run.log_step(position.step, metrics, rate, norm)
+        if position.step % config.eval_every == 0 or position.step == run.steps:
+            run.keep_if_best(position, run.validate())
+        if position.step % config.checkpoint_every == 0 and position.step < run.steps:
+            run.save(position)
+    run.finish(out, position)
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
+    """Linear warm-up from 0 over ``warmup * steps`` steps, then linear decay to 0; ``step`` counts from 0."""
+    rising = warmup * steps
+    if step < rising:
+        return peak * (step + 1) / (rising + 1)
+    return peak * (steps - step) / max(1.0, steps - rising)
+
+
+@dataclass
+class Run:
+    """What the loop works on."""
+
+    task: Task
+    world: World
+    method: Method
+    engine: Engine
+    sentences: TokenisedSentences
+    validation: Validation
+    pad: int
+    steps: int
+    live: LiveMetrics
+    started: float = field(default_factory=time.monotonic)
+    logged: tuple[int, float] = (0, 0.0)                       # step and time of the last log line
+
+    @classmethod
+    def prepare(cls, task: Task, world: World) -> "Run":
+        """Load everything; weights start equal on all ranks, dropout differs between them."""
+        job, config = task.job, task.job.train
+        torch.manual_seed(job.seed)
+        encoder = Encoder.load(job.encoder.name, job.encoder, config.dropout)
+        method = config.method.build(encoder)
+        optimizer = torch.optim.AdamW(method.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+        share = config.batch_size // world.size
+        engine = build_engine(method, optimizer, config.gradient_clipping, task.context.cluster, world, share)
+        torch.manual_seed(int(np.random.SeedSequence([job.seed, world.rank]).generate_state(1)[0]))
+        sentences = TokenisedSentences.read(task.corpus)
+        tokenizer = load_tokenizer(job.encoder.name)
+        tracked = task.context.tracking if world.rank == 0 else None
+        return cls(
+            task,
+            world,
+            method,
+            engine,
+            sentences,
+            Validation.read(config.validation, job.evaluation_data, tokenizer, max_positions(job.encoder.name)),
+            pad=tokenizer.pad_token_id,
+            steps=config.steps or config.epochs * (len(sentences) // config.batch_size),
+            live=LiveMetrics(tracked),
+        )
+
+    def validate(self) -> float:
+        """Spearman (x 100) of the validation pairs; every rank encodes its share."""
+        self.method.eval()
+        return self.validation.spearman(self.method.encoder, self.engine.device, self.world)
+
+    def log_step(self, step: int, metrics: dict[str, Tensor], rate: float, norm: float) -> None:
+        """Average over ranks and record, every ``log_every`` steps."""
+        if step % self.task.job.train.log_every and step != self.steps:
+            return
+        means = self.world.mean(torch.stack([metrics[name].float() for name in sorted(metrics)])).tolist()
+        now = time.monotonic() - self.started
+        before, then = self.logged
+        speed = (step - before) * self.task.job.train.batch_size / max(now - then, 1e-9)
+        self.logged = (step, now)
+        values = dict(zip(sorted(metrics), means, strict=True))
+        self.record(
+            {"step": step, **values, "learning_rate": rate, "gradient_norm": norm, "sentences_per_second": speed}
+        )
+        if self.world.rank == 0:
+            note = f"loss {values['loss']:.3f}, {speed:.0f} sentences/s"
+            self.task.context.progress.update(step, self.steps, "steps", note)
+
+    def record(self, values: dict[str, Any]) -> None:
+        """One line of metrics.jsonl, and MLflow, from rank 0."""
+        if self.world.rank == 0:
+            with (self.task.context.out / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(values) + "\n")
+            self.live.log(values["step"], {name: value for name, value in values.items() if name != "step"})
+
+    def keep_if_best(self, position: Position, score: float) -> None:
+        """Keep the encoder if it validates better than all before it."""
+        better = position.best_score is None or score > position.best_score
+        position.without_improvement = 0 if better else position.without_improvement + 1
+        if better:
+            position.best_step, position.best_score = position.step, score
+            self.save_encoder()
+        best = position.best_score
+        self.record({"step": position.step, "validation_spearman": score, "best_validation_spearman": best})
+
+    def save_encoder(self) -> None:
+        """Write the encoder aside and swap it in; every rank helps to gather the weights."""
+        prefix = "encoder."
+        weights = {
+            name.removeprefix(prefix): value
+            for name, value in self.engine.weights().items()
+            if name.startswith(prefix)
+        }
+        if self.world.rank == 0:
+            target = self.task.context.out / "encoder"
+            aside = target.with_suffix(".partial")
+            shutil.rmtree(aside, ignore_errors=True)
+            self.method.encoder.save(aside, load_tokenizer(self.task.job.encoder.name), weights)
+            shutil.rmtree(target, ignore_errors=True)
+            aside.rename(target)
+
+    def save(self, position: Position) -> None:
+        """Write a checkpoint aside, then rename it; the two newest are kept."""
+        position.workers, position.strategy = self.world.size, self.task.context.cluster.strategy
+        folder = self.task.context.out / "checkpoints" / f"step-{position.step:08d}"
+        aside = folder.with_suffix(".partial")
+        if self.world.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        self.world.barrier()
+        self.engine.save(aside)
+        torch.save(_random_state(), aside / f"random-{self.world.rank}.pt")
+        self.world.barrier()
+        if self.world.rank == 0:
+            torch.save(self.method.resume_state(), aside / "method.pt")
+            (aside / "position.json").write_text(json.dumps(asdict(position)))
+            aside.rename(folder)
+            for old in list(_checkpoints(self.task.context.out))[2:]:
+                shutil.rmtree(old)
+
+    def resume(self) -> Position:
+        """Go on from the newest checkpoint, if there is one.
+
+        Raises:
+            InputError: it was written by another number of workers or under another strategy.
+        """
+        newest = self.world.broadcast(next((str(folder) for folder in _checkpoints(self.task.context.out)), None))
+        if newest is None:
+            if self.world.rank == 0:
+                (self.task.context.out / "metrics.jsonl").unlink(missing_ok=True)
+            return Position()
+        folder = Path(newest)
+        position = Position(**json.loads((folder / "position.json").read_text()))
+        now = (self.world.size, self.task.context.cluster.strategy)
+        if (position.workers, position.strategy) != now:
+            raise InputError(
+                f"the checkpoint {folder} was written by {position.workers} workers under {position.strategy}, not by "
+                f"{now[0]} under {now[1]}; set them back, or start anew with --fresh train"
+            )
+        self.engine.load(folder)
+        self.method.load_resume_state(torch.load(folder / "method.pt", weights_only=True))
+        _set_random_state(torch.load(folder / f"random-{self.world.rank}.pt", weights_only=True))
+        if self.world.rank == 0:
+            _drop_later_lines(self.task.context.out / "metrics.jsonl", position.step)
+            log.info("going on from step %d", position.step)
+        self.logged = (position.step, time.monotonic() - self.started)
+        return position
+
+    def finish(self, out: Path, position: Position) -> None:
+        """Say which step was best, for the driver."""
+        if self.world.rank == 0:
+            best = {"best_step": position.best_step, "best_score": position.best_score}
+            (out / "best.json").write_text(json.dumps(best))
+            self.live.close()
+        self.world.barrier()
+
+
+def _checkpoints(out: Path) -> Iterator[Path]:
+    """Whole checkpoints, newest first."""
+    return (folder for folder in sorted((out / "checkpoints").glob("step-*"), reverse=True) if not folder.suffix)
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _set_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _drop_later_lines(metrics: Path, step: int) -> None:
+    """Forget what was logged after the checkpoint: those steps come again."""
+    lines = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
+    metrics.write_text("".join(line + "\n" for line in lines))
