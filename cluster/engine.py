@@ -1,0 +1,210 @@
+"""How a loss becomes an optimizer step: plain PyTorch, or Accelerate with DDP or DeepSpeed's ZeRO."""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cluster.config import ClusterConfig
+from cluster.world import World
+
+
+class Engine(Protocol):
+    """A module prepared for training."""
+
+    model: nn.Module                                           # call this to train
+    module: nn.Module                                          # the same weights without the wrapper, to evaluate
+    device: torch.device
+
+    def step(self, loss: Tensor, learning_rate: float) -> float:
+        """Backward, clip, update; every rank calls it. Returns the norm of the unclipped mean gradient."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights in float32 on the CPU, whole on every rank; every rank calls it."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state; every rank calls it."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on from ``save``; every rank calls it."""
+        ...
+
+
+class PlainEngine:
+    """One process without any framework: the yardstick for the others."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: float) -> None:
+        self.device = torch.device("cpu")
+        self.model = self.module = module.to(self.device)
+        self.optimizer = optimizer
+        self.clipping = clipping
+
+    def step(self, loss: Tensor, learning_rate: float) -> float:
+        """One AdamW step."""
+        set_learning_rate(self.optimizer, learning_rate)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clipping)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The state dict."""
+        return {name: value.detach().float().cpu() for name, value in self.module.state_dict().items()}
+
+    def save(self, folder: Path) -> None:
+        """``folder/engine.pt``."""
+        torch.save({"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}, folder / "engine.pt")
+
+    def load(self, folder: Path) -> None:
+        """From ``folder/engine.pt``."""
+        state = torch.load(folder / "engine.pt", map_location=self.device, weights_only=True)
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class DDPEngine:
+    """DistributedDataParallel, prepared by Accelerate; bf16 is autocast with float32 weights."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: float, world: World, bf16: bool):
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+
+        self._accelerator = Accelerator(
+            cpu=not torch.cuda.is_available(),
+            mixed_precision="bf16" if bf16 else "no",
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        )
+        self.device = self._accelerator.device
+        self.model, self.optimizer = self._accelerator.prepare(module, optimizer)
+        self.module = module
+        self.clipping = clipping
+        self._writes = world.rank == 0
+        if world.size > 1 and not isinstance(self.model, nn.parallel.DistributedDataParallel):
+            raise RuntimeError(f"Accelerate prepared a {type(self.model).__name__} where DDP was asked for")
+
+    def step(self, loss: Tensor, learning_rate: float) -> float:
+        """One optimizer step on the gradient averaged over ranks."""
+        set_learning_rate(self.optimizer, learning_rate)
+        self._accelerator.backward(loss)
+        norm = self._accelerator.clip_grad_norm_(self.model.parameters(), self.clipping)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The state dict: every rank holds it whole."""
+        return {name: value.detach().float().cpu() for name, value in self.module.state_dict().items()}
+
+    def save(self, folder: Path) -> None:
+        """``folder/engine.pt``, by rank 0."""
+        if self._writes:
+            state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+            torch.save(state, folder / "engine.pt")
+
+    def load(self, folder: Path) -> None:
+        """From ``folder/engine.pt``, on every rank."""
+        state = torch.load(folder / "engine.pt", map_location=self.device, weights_only=True)
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class DeepSpeedEngine:
+    """A DeepSpeed engine of ZeRO stage 1, 2 or 3, prepared by Accelerate."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clipping: float,
+        world: World,
+        bf16: bool,
+        stage: int,
+        micro_batch_size: int,
+    ) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        from accelerate import Accelerator, DeepSpeedPlugin
+        from deepspeed import DeepSpeedEngine as TrueEngine
+
+        plugin = DeepSpeedPlugin(
+            hf_ds_config={
+                "train_micro_batch_size_per_gpu": micro_batch_size,
+                "train_batch_size": micro_batch_size * world.size,
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": clipping,
+                "bf16": {"enabled": bf16},
+                "zero_optimization": {"stage": stage},
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 2**31,
+            }
+        )
+        self._accelerator = Accelerator(deepspeed_plugin=plugin)    # with cpu=True it would silently fall back to DDP
+        self.device = self._accelerator.device
+        self.model, self.optimizer = self._accelerator.prepare(module, optimizer)
+        self.module = self.model.module
+        self.stage = stage
+        if not isinstance(self.model, TrueEngine):
+            raise RuntimeError(f"Accelerate prepared a {type(self.model).__name__}, no DeepSpeed engine")
+
+    def step(self, loss: Tensor, learning_rate: float) -> float:
+        """One step; under DeepSpeed Accelerate's backward also clips, updates and zeroes."""
+        set_learning_rate(self.optimizer, learning_rate)
+        self._accelerator.backward(loss)
+        norm = self.model.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights; under ZeRO-3 gathered from all ranks."""
+        return {name: value.detach().float().cpu().clone() for name, value in self._gathered_state()}
+
+    def _gathered_state(self) -> list[tuple[str, Tensor]]:
+        import deepspeed
+
+        parameters = list(self.module.parameters())
+        gathered = deepspeed.zero.GatheredParameters(parameters) if self.stage == 3 else nullcontext()
+        with gathered:
+            return [(name, value.detach().clone()) for name, value in self.module.state_dict().items()]
+
+    def save(self, folder: Path) -> None:
+        """DeepSpeed's checkpoint, each rank its shard."""
+        self.model.save_checkpoint(str(folder), tag="engine", save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """From DeepSpeed's checkpoint of the same number of workers."""
+        self.model.load_checkpoint(str(folder), tag="engine")
+
+
+def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
+    """The schedule is a function of the step alone, so there is no scheduler state to lose."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def build_engine(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    clipping: float,
+    config: ClusterConfig,
+    world: World,
+    micro_batch_size: int,
+) -> Engine:
+    """The engine that ``config.strategy`` names.
+
+    Args:
+        module: what computes the loss.
+        optimizer: over ``module``'s parameters.
+        clipping: greatest norm of the gradient.
+        config: strategy and precision.
+        world: the ranks that train together.
+        micro_batch_size: sentences a rank sees at each step.
+    """
+    on_gpu = torch.cuda.is_available() and config.device != "cpu"
+    bf16 = config.precision == "bf16" or (config.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported())
+    if config.strategy == "ddp":
+        return DDPEngine(module, optimizer, clipping, world, bf16)
+    return DeepSpeedEngine(module, optimizer, clipping, world, bf16, int(config.strategy[-1]), micro_batch_size)
