@@ -56,7 +56,8 @@ def global_rows(sentences: int, batch_size: int, step: int, seed: int) -> np.nda
         (batch_size,) int64.
     """
     epoch, place = divmod(step, sentences // batch_size)
-    return _epoch_order(sentences, seed, epoch)[place * batch_size : (place + 1) * batch_size]
+    rows: np.ndarray = _epoch_order(sentences, seed, epoch)[place * batch_size :][:batch_size]
+    return rows
 
 
 @lru_cache(maxsize=1)
@@ -67,7 +68,8 @@ def _epoch_order(sentences: int, seed: int, epoch: int) -> np.ndarray:
 
 def own_share(rows: np.ndarray, world: World) -> np.ndarray:
     """This worker's contiguous part of a global batch, which must divide evenly."""
-    return rows.reshape(world.size, -1)[world.rank]
+    share: np.ndarray = rows.reshape(world.size, -1)[world.rank]
+    return share
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -23,7 +23,7 @@ from stages.artifacts import Corpus, TrainedEncoder
 from stages.batches import TokenisedSentences, global_rows, own_share, to_device
 from stages.context import Context
 from stages.encoder import Encoder, EncoderConfig, check_encoder, load_tokenizer, max_positions
-from stages.evaluate.validation import Validation, ValidationFile
+from stages.evaluate.validation import Validation, ValidationFile, validation_files
 from stages.methods.apincse import APINCSEConfig
 from stages.methods.base import Method
 from stages.methods.registry import MethodConfig
@@ -81,8 +81,11 @@ class Position:
     strategy: str = "ddp"
 
 
-def check_train(job: TrainJob, cluster: ClusterConfig) -> None:
+def check_train(job: TrainJob, cluster: ClusterConfig) -> list[str]:
     """Refuse, before anything runs, what would fail or mislead after hours.
+
+    Returns:
+        The files with the validation pairs.
 
     Raises:
         InputError: with the setting to change.
@@ -99,6 +102,7 @@ def check_train(job: TrainJob, cluster: ClusterConfig) -> None:
             f"{job.encoder.name}; it may be 3 to {positions}"
         )
     job.train.method.check(check_encoder(job.encoder.name).num_hidden_layers, job.train.batch_size)
+    return validation_files(job.train.validation, job.evaluation_data)
 
 
 def train(job: TrainJob, corpus: Corpus, context: Context) -> TrainedEncoder:

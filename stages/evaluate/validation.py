@@ -11,7 +11,14 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.world import World
 from stages.encoder import Encoder
-from stages.evaluate.sts import correlations, read_scored_file, validation_pairs
+from stages.evaluate.sts import (
+    ScoredPairs,
+    correlations,
+    pair_files,
+    read_scored_file,
+    validation_pairs,
+    validation_set,
+)
 
 BATCH = 64                                                     # sentences per forward pass
 
@@ -21,6 +28,21 @@ class ValidationFile(BaseModel, extra="forbid", frozen=True):
 
     path: str
     columns: tuple[str, str, str] = ("sentence1", "sentence2", "score")
+
+
+def read_validation(file: ValidationFile | None, data: str | None) -> ScoredPairs:
+    """The pairs of the named file, or else STS-B dev of ``data``, or else the graded sample's dev split."""
+    return validation_pairs(data) if file is None else read_scored_file(file.path, file.columns)
+
+
+def validation_files(file: ValidationFile | None, data: str | None) -> list[str]:
+    """The files that :func:`read_validation` reads.
+
+    Raises:
+        InputError: one is missing or broken.
+    """
+    read_validation(file, data)
+    return [file.path] if file is not None else [str(path) for path in pair_files(data, *validation_set(data))]
 
 
 @dataclass(frozen=True)
@@ -37,8 +59,8 @@ class Validation:
     def read(
         cls, file: ValidationFile | None, data: str | None, tokenizer: PreTrainedTokenizerFast, max_length: int
     ) -> "Validation":
-        """Read the named file, or else STS-B dev of ``data``, or else the graded sample's dev split."""
-        pairs = validation_pairs(data) if file is None else read_scored_file(file.path, file.columns)
+        """Tokenise the pairs of :func:`read_validation`."""
+        pairs = read_validation(file, data)
         texts = sorted({*pairs.first, *pairs.second})
         encoded = tokenizer(texts, truncation=True, max_length=max_length, add_special_tokens=True)["input_ids"]
         longest_first = sorted(range(len(texts)), key=lambda row: -len(encoded[row]))

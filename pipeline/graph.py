@@ -1,0 +1,115 @@
+"""Which stages an experiment has, and what each needs."""
+
+import hashlib
+import platform
+from importlib.metadata import distributions
+from pathlib import Path
+
+from cluster.config import ClusterConfig
+from pipeline.config import Config
+from pipeline.dag import Stage
+from stages.corpus.prepare import CorpusJob, check_source, prepare_corpus
+from stages.encoder import check_encoder, resolve
+from stages.evaluate.evaluate import EvaluateJob, evaluate
+from stages.evaluate.sts import check_evaluation
+from stages.train import TrainConfig, TrainJob, check_train, train
+
+
+def graph(config: Config) -> tuple[Stage, ...]:
+    """The stages of one experiment, every input checked before anything runs.
+
+    ``corpus`` -> ``train`` -> ``after``, and ``before`` beside them; ``after`` alone where ``train`` is null.
+
+    Raises:
+        InputError: a file, an encoder or a combination of settings that cannot work.
+    """
+    config = with_absolute_paths(config)
+    check_encoder(config.encoder.name)
+    scored_files = (*check_evaluation(config.evaluate), *encoder_files(config.encoder.name))
+    if config.train is None:
+        job = EvaluateJob(
+            evaluate=config.evaluate, encoder=config.encoder.name, poolings=(config.encoder.pooling,)
+        )
+        return (Stage("after", evaluate, job, reads=scored_files),)
+    return (
+        _corpus(config),
+        _train(config, config.train, config.cluster),
+        Stage(
+            "before",
+            evaluate,
+            EvaluateJob(
+                evaluate=config.evaluate,
+                encoder=config.encoder.name,
+                poolings=config.evaluate.baseline_poolings,
+            ),
+            reads=scored_files,
+        ),
+        Stage(
+            "after",
+            evaluate,
+            EvaluateJob(evaluate=config.evaluate, encoder=None, poolings=(config.encoder.pooling,)),
+            needs=("train",),
+            reads=tuple(check_evaluation(config.evaluate)),
+        ),
+    )
+
+
+def _corpus(config: Config) -> Stage:
+    job = CorpusJob(
+        corpus=config.corpus,
+        tokenizer=config.encoder.name,
+        max_length=config.encoder.max_length,
+        seed=config.seed,
+        exclude=config.evaluate.data,
+    )
+    files = check_source(config.corpus)
+    installed = _installed() if config.corpus.source.kind == "python-docs" else ""
+    excluded = (config.evaluate.data,) if config.evaluate.data and config.corpus.exclude_evaluation else ()
+    return Stage(
+        "corpus", prepare_corpus, job, reads=(*files, *excluded, *encoder_files(config.encoder.name)), also=installed
+    )
+
+
+def _train(config: Config, settings: TrainConfig, cluster: ClusterConfig) -> Stage:
+    job = TrainJob(train=settings, encoder=config.encoder, evaluation_data=config.evaluate.data, seed=config.seed)
+    validated = check_train(job, cluster)
+    return Stage("train", train, job, needs=("corpus",), reads=(*validated, *encoder_files(config.encoder.name)))
+
+
+def encoder_files(name: str) -> tuple[str, ...]:
+    """The encoder's folder, if it lies on this machine."""
+    source = resolve(name)
+    return (source,) if Path(source).is_dir() else ()
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Make what exists on this machine absolute, for workers run in folders of their own."""
+    changes: dict[str, object] = {
+        "encoder": config.encoder.model_copy(update={"name": _absolute(config.encoder.name)}),
+    }
+    if config.evaluate.data is not None:
+        changes["evaluate"] = config.evaluate.model_copy(update={"data": _absolute(config.evaluate.data)})
+    source = config.corpus.source
+    if source.kind not in ("hub", "python-docs"):
+        path = _absolute(source.path)                          # type: ignore[union-attr]
+        changes["corpus"] = config.corpus.model_copy(update={"source": source.model_copy(update={"path": path})})
+    if config.train is not None and config.train.validation is not None:
+        validation = config.train.validation
+        validation = validation.model_copy(update={"path": _absolute(validation.path)})
+        changes["train"] = config.train.model_copy(update={"validation": validation})
+    return config.model_copy(update=changes)
+
+
+def _absolute(path: str) -> str:
+    """Absolute if something lies there or a glob may find something there; names of the hub and URLs stay."""
+    expanded = Path(path).expanduser()
+    if "://" in path or not (expanded.exists() or any(sign in path for sign in "*?[")):
+        return path
+    return str(expanded.absolute())
+
+
+def _installed() -> str:
+    """A digest of Python's and all installed distributions' versions, on which ``python-docs`` depends."""
+    names = sorted(f"{found.name}=={found.version}" for found in distributions())
+    return hashlib.sha256("\n".join([platform.python_version(), *names]).encode()).hexdigest()
+

@@ -1,0 +1,180 @@
+"""Finished work, found by a key of everything that decides it."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from filelock import FileLock, Timeout
+
+from cluster.errors import InputError
+
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stage's place in the store."""
+
+    folder: Path                                               # of the finished work
+    partial: Path                                              # of work under way; what a crash leaves
+    lock: Path
+
+    @property
+    def manifest(self) -> dict[str, Any] | None:
+        """What was committed here; None if nothing was."""
+        file = self.folder / "manifest.json"
+        return json.loads(file.read_text()) if file.is_file() else None
+
+
+class Store:
+    """``root/store``: a folder ``STAGE-KEY`` for each finished stage.
+
+    A folder of that name is whole: it was written as ``STAGE-KEY.partial`` and renamed at the end.
+    """
+
+    def __init__(self, root: Path) -> None:
+        if "://" in str(root):
+            raise InputError(f"root={root} is a URL; the store must be a folder that all machines of the cluster share")
+        self.root = root.absolute()
+        self.folder = self.root / "store"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / f".probe-{os.getpid()}"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise InputError(
+                f"root={root} cannot be written ({error.strerror}); set root to a folder where you may write"
+            ) from error
+
+    def entry(self, stage: str, key: str) -> Entry:
+        """Where a stage of this key lies, finished or not."""
+        name = f"{stage}-{key}"
+        return Entry(self.folder / name, self.folder / f"{name}.partial", self.folder / f".{name}.lock")
+
+    def commit(self, entry: Entry, manifest: Mapping[str, Any]) -> None:
+        """Write the manifest with a digest of every file, then rename; only the driver calls this."""
+        (entry.partial / "progress.json").unlink(missing_ok=True)
+        files = {
+            str(file.relative_to(entry.partial)): {"bytes": file.stat().st_size, "xxh128": file_digest(file)}
+            for file in sorted(entry.partial.rglob("*"))
+            if file.is_file()
+        }
+        text = json.dumps({**manifest, "files": files}, indent=2)
+        aside = entry.partial / "manifest.json.tmp"
+        aside.write_text(text + "\n")
+        aside.rename(entry.partial / "manifest.json")
+        entry.partial.rename(entry.folder)
+
+    def discard(self, entry: Entry) -> None:
+        """Move finished work out of the way and delete it, with what a crash left."""
+        for folder in (entry.folder, entry.partial):
+            if folder.exists():
+                doomed = folder.with_name(f".doomed-{os.getpid()}-{folder.name}")
+                folder.rename(doomed)
+                shutil.rmtree(doomed)
+
+    def digests(self) -> "Digests":
+        """Content digests of input files, remembered between runs."""
+        return Digests(self.folder / ".digests.json")
+
+
+class Lock:
+    """A lock file that says who holds it; it falls with its process."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = FileLock(path)
+        self._who = path.with_suffix(".who")
+
+    def acquire(self) -> bool:
+        """Take the lock if it is free; never waits."""
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            return False
+        self._who.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        return True
+
+    def release(self) -> None:
+        """Give it back."""
+        self._who.unlink(missing_ok=True)
+        self._lock.release()
+
+    @property
+    def holder(self) -> str:
+        """Who holds it, for a message."""
+        return self._who.read_text() if self._who.is_file() else "another process"
+
+
+class Digests:
+    """Digests of files and folders, computed again only when size or time of change differ."""
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+        self._known: dict[str, str] = json.loads(memory.read_text()) if memory.is_file() else {}
+        self._fresh = False
+
+    def of(self, path: str) -> str:
+        """Digest of a file's content, or of a folder's files and their names."""
+        given = Path(path)
+        files = [given] if given.is_file() else sorted(file for file in given.rglob("*") if file.is_file())
+        digest = hashlib.sha256()
+        for file in files:
+            name = file.name if file == given else str(file.relative_to(given))
+            digest.update(f"{name}\0{self._file(file)}\0".encode())
+        return digest.hexdigest()
+
+    def _file(self, file: Path) -> str:
+        status = file.stat()
+        known_as = f"{file.absolute()}|{status.st_size}|{status.st_mtime_ns}"
+        if known_as not in self._known:
+            self._known[known_as] = file_digest(file)
+            self._fresh = True
+        return self._known[known_as]
+
+    def remember(self) -> None:
+        """Keep what was computed for the next run."""
+        if self._fresh:
+            aside = self._memory.with_suffix(f".{os.getpid()}")
+            aside.write_text(json.dumps(self._known))
+            aside.replace(self._memory)
+
+
+def file_digest(file: Path) -> str:
+    """128-bit xxHash of a file's bytes."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def stage_key(
+    name: str, version: int, config: Mapping[str, Any], sources: Mapping[str, str], inputs: Sequence[str]
+) -> str:
+    """16 hex digits of everything that decides a stage's result.
+
+    Args:
+        name: of the stage.
+        version: of its code, raised by hand when results change.
+        config: its whole config.
+        sources: local path in the config -> digest of what lies there; the path itself does not count.
+        inputs: the keys of the stages that it needs.
+    """
+
+    def by_content(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: by_content(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [by_content(inner) for inner in value]
+        return sources.get(value, value) if isinstance(value, str) else value
+
+    identity = [name, version, by_content(config), sorted(sources.values()), list(inputs)]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
