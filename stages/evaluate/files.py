@@ -1,0 +1,134 @@
+"""Reading evaluation files so that whatever is wrong with one is said with its name and line."""
+
+import csv
+import gzip
+import io
+import json
+import math
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from cluster.errors import InputError
+
+Row = tuple[int, list[str]]                                    # line number from 1, fields
+
+
+def read_lines(path: Path) -> list[str]:
+    r"""The lines of a UTF-8 file (or .gz) without their ends; only ``\n`` and ``\r\n`` end a line.
+
+    ``str.splitlines`` would also split at the control characters that web text carries.
+
+    Raises:
+        InputError: there is no such file, or a line is not UTF-8.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n") if content else []
+    decoded = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            decoded.append(line.decode("utf-8").removesuffix("\r"))
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file") from None
+    return decoded
+
+
+def sentence(text: str, path: Path, line: int) -> str:
+    """``text`` with single spaces, as SentEval joins its tokens; InputError if nothing is left."""
+    words = " ".join(text.split())
+    if not words:
+        raise InputError(f"{path}, line {line}: an empty sentence; fill it in or drop the pair")
+    return words
+
+
+def number(text: str, path: Path, line: int) -> float:
+    """``text`` as a finite number; InputError if it is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(f"{path}, line {line}: the score {text!r} is no number; mend it or drop the pair")
+    return value
+
+
+def fields(line: str, path: Path, at: int, expected: tuple[int, ...]) -> list[str]:
+    """The tab-separated fields of ``line``, no quoting; InputError unless their number is one of ``expected``."""
+    parts = line.split("\t")
+    if len(parts) not in expected:
+        raise InputError(
+            f"{path}, line {at}: {len(parts)} tab-separated fields, expected {' or '.join(map(str, expected))} "
+            "(a missing field, or a stray tab inside a sentence)"
+        )
+    return parts
+
+
+def read_columns(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
+    """Rows of a csv, tsv, jsonl or parquet file as (line number, the values of ``columns`` as text).
+
+    Args:
+        path: the suffix decides the format; ``.csv`` has CSV quoting, ``.tsv`` and ``.txt`` have tabs and no
+            quoting; all but parquet may be followed by ``.gz``.
+        columns: names, looked up in the header line (csv, tsv), the objects (jsonl) or the schema (parquet);
+            or positions from 0, which say that a csv or tsv file has no header line.
+
+    Raises:
+        InputError: no such file, unknown format, a column that is not there, a malformed line.
+    """
+    suffix = Path(path.stem if path.suffix == ".gz" else path.name).suffix
+    if suffix == ".parquet":
+        return _parquet_rows(path, columns)
+    if suffix == ".jsonl":
+        return _json_rows(path, columns)
+    if suffix == ".csv":
+        reader = csv.reader(io.StringIO("\n".join(read_lines(path)), newline=""))
+        return _picked(path, [(reader.line_num, row) for row in reader if row], columns)
+    if suffix in (".tsv", ".txt"):
+        rows = [(at, line.split("\t")) for at, line in enumerate(read_lines(path), start=1)]
+        return _picked(path, rows, columns)
+    raise InputError(f"{path}: cannot tell the format; name the file .csv, .tsv, .txt, .jsonl or .parquet")
+
+
+def _picked(path: Path, rows: list[Row], columns: tuple[str | int, ...]) -> list[Row]:
+    """The wanted fields of all rows; without any name among ``columns`` there is no header line to skip."""
+    header = rows[0][1] if rows else []
+    names = [column for column in columns if isinstance(column, str)]
+    _require(path, names, header)
+    places = [header.index(column) if isinstance(column, str) else column for column in columns]
+    if max(places) >= len(header):
+        raise InputError(f"{path}: there is no column {max(places)}, counted from 0; it has {len(header)} columns")
+    for at, row in rows:
+        if len(row) != len(header):
+            raise InputError(f"{path}, line {at}: {len(row)} fields where the first line has {len(header)}")
+    return [(at, [row[place] for place in places]) for at, row in (rows[1:] if names else rows)]
+
+
+def _json_rows(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
+    rows = []
+    for at, line in enumerate(read_lines(path), start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}, line {at}: no JSON ({error.msg})") from None
+        if not isinstance(record, dict):
+            raise InputError(f"{path}, line {at}: no JSON object but {type(record).__name__}")
+        _require(Path(f"{path}, line {at}"), columns, list(record))
+        rows.append((at, [str(record[column]) for column in columns]))
+    return rows
+
+
+def _parquet_rows(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    _require(path, columns, pq.read_schema(path).names)
+    table = pq.read_table(path, columns=list(columns))
+    values = [table.column(column).to_pylist() for column in columns]
+    return [(at, [str(value) for value in row]) for at, row in enumerate(zip(*values, strict=True), start=1)]
+
+
+def _require(path: Path, columns: tuple[str | int, ...] | list[str], present: list[str]) -> None:
+    missing = [str(column) for column in columns if column not in present]
+    if missing:
+        raise InputError(f"{path}: no column {', '.join(missing)}; it has {', '.join(present) or 'none'}")
