@@ -1,0 +1,117 @@
+import json
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scipy.stats import spearmanr
+
+from cluster.errors import InputError
+from stages.artifacts import TrainedEncoder
+from stages.context import Context
+from stages.evaluate.config import STS_TASKS, EvaluateConfig
+from stages.evaluate.evaluate import EvaluateJob, evaluate, sts_scores
+from stages.evaluate.sts import ScoredPairs, load_pairs
+
+AGGREGATES = {"n", "spearman", "pearson", "spearman_mean", "pearson_mean", "spearman_wmean", "pearson_wmean", "subsets"}
+
+
+def score(encoder: str, out: Path, poolings: tuple[str, ...] = ("cls", "mean"), **options: object) -> dict[str, dict]:
+    job = EvaluateJob(evaluate=EvaluateConfig.model_validate(options), encoder=encoder, poolings=poolings)
+    scores = evaluate(job, context=Context(out))
+    return json.loads((scores.folder / "scores.json").read_text())
+
+
+def test_aggregates_are_those_of_a_plain_loop() -> None:
+    random = np.random.default_rng(0)
+    sizes = {"short": 5, "long": 40, "middle": 11}
+    names = tuple(name for name, size in sizes.items() for _ in range(size))
+    gold, cosines = random.integers(0, 6, len(names)) * 1.0, random.normal(size=len(names))
+    found = sts_scores(ScoredPairs(names, names, gold, names), cosines)
+
+    of_subset = []
+    for name, size in sizes.items():
+        rows = [row for row, subset in enumerate(names) if subset == name]
+        of_subset.append((100 * spearmanr(cosines[rows], gold[rows]).statistic, size))
+    assert found["spearman"] == pytest.approx(100 * spearmanr(cosines, gold).statistic)
+    assert found["spearman_mean"] == pytest.approx(sum(value for value, _ in of_subset) / 3)
+    assert found["spearman_wmean"] == pytest.approx(sum(value * size for value, size in of_subset) / len(names))
+    assert [subset["n"] for subset in found["subsets"].values()] == [5, 40, 11]
+    assert found["spearman"] != pytest.approx(found["spearman_mean"])
+
+
+def test_the_graded_sample_is_scored_by_genre(tiny_bert: str, tmp_path: Path) -> None:
+    scores = score(tiny_bert, tmp_path, max_length=24)
+    assert list(scores) == ["cls", "mean"]
+    sample = scores["mean"]["sts"]["graded-sample"]
+    test = load_pairs(None, "graded-sample")
+    assert set(sample) == AGGREGATES
+    assert sample["n"] == len(test.gold)
+    assert set(sample["subsets"]) == set(test.subsets)
+    assert scores["mean"]["sts"]["avg_spearman"] == sample["spearman"]
+    assert scores["mean"]["n_sentences"] == len(set(test.sentences))
+    assert len(scores["mean"]["geometry"]["layer_similarity"]) == 3 + 1
+
+
+def test_a_senteval_folder_is_scored_on_all_seven_tests(tiny_bert: str, senteval: Path, tmp_path: Path) -> None:
+    scores = score(tiny_bert, tmp_path, data=str(senteval), allow_partial=True)
+    for of_pooling in scores.values():
+        sts = of_pooling["sts"]
+        assert list(sts) == [*STS_TASKS, "avg_spearman"]
+        assert sts["avg_spearman"] == pytest.approx(sum(sts[task]["spearman"] for task in STS_TASKS) / 7)
+        assert list(sts["STS-B"]["subsets"]) == ["test"]
+        assert sts["STS-B"]["spearman_mean"] == pytest.approx(sts["STS-B"]["spearman"])
+        assert set(of_pooling["geometry"]) == {"alignment", "uniformity", "anisotropy", "layer_similarity"}
+        assert len(of_pooling["warnings"]) == 26
+    assert scores["cls"]["geometry"]["layer_similarity"] == scores["mean"]["geometry"]["layer_similarity"]
+
+
+def test_cosines_are_left_beside_the_scores(tiny_bert: str, senteval: Path, tmp_path: Path) -> None:
+    scores = score(tiny_bert, tmp_path, data=str(senteval), allow_partial=True, sts=["STS16", "SICK-R"])
+    rows = pq.read_table(tmp_path / "pairs-cls.parquet").to_pylist()
+    by_task = defaultdict(list)
+    for row in rows:
+        by_task[row["task"]].append((row["cosine"], row["gold"]))
+    assert {task: len(pairs) for task, pairs in by_task.items()} == {"STS16": 30, "SICK-R": 6}
+    for task, pairs in by_task.items():
+        assert 100 * spearmanr(pairs).statistic == pytest.approx(scores["cls"]["sts"][task]["spearman"])
+    assert scores["cls"]["geometry"] == {}
+
+
+def test_the_trained_encoder_is_scored_where_no_other_is_named(tiny_bert: str, tmp_path: Path) -> None:
+    shutil.copytree(tiny_bert, tmp_path / "trained" / "encoder")
+    (tmp_path / "out").mkdir()
+    job = EvaluateJob(evaluate=EvaluateConfig(max_length=24), encoder=None, poolings=("mean",))
+    evaluate(job, TrainedEncoder(tmp_path / "trained", 1, None), context=Context(tmp_path / "out"))
+    trained = json.loads((tmp_path / "out/scores.json").read_text())
+    assert trained == score(tiny_bert, tmp_path, ("mean",), max_length=24)
+
+
+def test_cut_sentences_are_counted(tiny_bert: str, tmp_path: Path) -> None:
+    few, many = (score(tiny_bert, tmp_path, max_length=length)["cls"]["n_truncated"] for length in (24, 8))
+    assert 0 <= few < many
+
+
+def test_no_similarity_task_leaves_empty_scores(tiny_bert: str, tmp_path: Path) -> None:
+    assert score(tiny_bert, tmp_path, sts="none")["cls"]["sts"] == {"avg_spearman": None}
+
+
+def test_a_length_above_the_encoders_positions_is_refused(tiny_bert: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"evaluate\.max_length=25 is above the 24 positions"):
+        score(tiny_bert, tmp_path, max_length=25)
+
+
+def test_an_encoder_that_says_the_same_of_everything_is_an_error_not_a_score(tiny_bert: str, tmp_path: Path) -> None:
+    shutil.copytree(tiny_bert, tmp_path / "constant")
+    weights = load_file(tmp_path / "constant/model.safetensors")
+    last = "encoder.layer.2.output.LayerNorm"
+    weights[f"{last}.weight"] = torch.zeros(16)
+    weights[f"{last}.bias"] = torch.ones(16)
+    save_file(weights, tmp_path / "constant/model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"graded-sample, cls pooling: subset \w+: all \d+ cosines are 1\.0"):
+        score(str(tmp_path / "constant"), tmp_path)
+    assert not (tmp_path / "scores.json").exists()
