@@ -21,12 +21,8 @@ Result = TypeVar("Result")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start_ray() -> bool:
-    """Join the cluster that RAY_ADDRESS names, or start Ray on this machine.
-
-    Returns:
-        Whether it was started here, and so must be shut down here.
-    """
+def start_ray() -> None:
+    """Join the cluster that RAY_ADDRESS names, or start Ray on this machine."""
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     joins = "RAY_ADDRESS" in os.environ
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -36,7 +32,11 @@ def start_ray() -> bool:
         ray.init(runtime_env={} if in_job else code, **quiet)
     else:
         ray.init(include_dashboard=False, **quiet)
-    return not joins
+
+
+def stop_ray() -> None:
+    """Leave the cluster, or shut it down where it was started here."""
+    ray.shutdown()
 
 
 def uses_gpu(config: ClusterConfig) -> bool:

@@ -103,7 +103,8 @@ def plan(
         entry = store.entry(name, key)
         if name in fresh or stale.intersection(stage.needs):
             stale.add(name)
-        planned[name] = Planned(stage, key, entry, cached=name not in stale and entry.folder.is_dir(), fresh=name in stale)
+        again = name in stale
+        planned[name] = Planned(stage, key, entry, cached=entry.folder.is_dir() and not again, fresh=again)
     digests.remember()
     return list(planned.values())
 
@@ -230,8 +231,8 @@ class _Execution:
 
 
 def _start(item: Planned, store: Store, inputs: Sequence[Any], context: Context) -> Any:
-    if item.entry.folder.exists():                             # --fresh
-        store.discard(item.entry)
+    if item.fresh:
+        store.discard_partial(item.entry)                      # finished work stays until it can be replaced
     context.out.mkdir(parents=True, exist_ok=True)
     stage = item.stage
     remote = _run_stage.options(num_cpus=stage.cpus, name=stage.name)

@@ -60,7 +60,7 @@ class Store:
         return Entry(self.folder / name, self.folder / f"{name}.partial", self.folder / f".{name}.lock")
 
     def commit(self, entry: Entry, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest with a digest of every file, then rename; only the driver calls this."""
+        """Write the manifest with a digest of every file, then rename over what lay there; the driver's alone."""
         (entry.partial / "progress.json").unlink(missing_ok=True)
         files = {
             str(file.relative_to(entry.partial)): {"bytes": file.stat().st_size, "xxh128": file_digest(file)}
@@ -71,15 +71,16 @@ class Store:
         aside = entry.partial / "manifest.json.tmp"
         aside.write_text(text + "\n")
         aside.rename(entry.partial / "manifest.json")
+        replaced = entry.folder.with_name(f".replaced-{os.getpid()}-{entry.folder.name}")
+        if entry.folder.exists():                              # the stage was run again
+            entry.folder.rename(replaced)
         entry.partial.rename(entry.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
 
-    def discard(self, entry: Entry) -> None:
-        """Move finished work out of the way and delete it, with what a crash left."""
-        for folder in (entry.folder, entry.partial):
-            if folder.exists():
-                doomed = folder.with_name(f".doomed-{os.getpid()}-{folder.name}")
-                folder.rename(doomed)
-                shutil.rmtree(doomed)
+    def discard_partial(self, entry: Entry) -> None:
+        """Delete what a crash left."""
+        if entry.partial.exists():
+            shutil.rmtree(entry.partial)
 
     def digests(self) -> "Digests":
         """Content digests of input files, remembered between runs."""

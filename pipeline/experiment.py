@@ -1,0 +1,258 @@
+"""One run of an experiment: plan, execute, report, track."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from cluster.errors import InputError
+from cluster.launch import check_room, start_ray, stop_ray
+from pipeline.config import Config
+from pipeline.dag import Outcome, StageError, execute, plan
+from pipeline.display import Display
+from pipeline.graph import graph
+from pipeline.store import Lock, Store
+from stages import report, tracking
+from stages.context import Context
+from stages.environment import environment
+
+
+class Experiment:
+    """A config, its planned stages, and the folder ``ROOT/NAME`` with what a reader looks for."""
+
+    def __init__(self, config: Config, until: str | None = None, fresh: Sequence[str] = ()) -> None:
+        self.config = config
+        self.store = Store(Path(config.root).expanduser())
+        self.planned = plan(graph(config), self.store, until, fresh)
+        self.partial = until is not None and until != "after"
+        self.folder = self.store.root / config.name
+        self._old_summary = _read_json(self.folder / "summary.json")
+
+    def print_plan(self) -> None:
+        """The stages in order, their keys, and whether each would run."""
+        table = Table("stage", "key", "status", "needs", box=None, padding=(0, 2, 0, 0))
+        for item in self.planned:
+            partial = "go on" if item.entry.partial.is_dir() and not item.fresh else "run"
+            table.add_row(
+                item.stage.name, item.key, "cached" if item.cached else partial, ", ".join(item.stage.needs) or "-"
+            )
+        Console(highlight=False).print(table)
+
+    def run(self, again: str) -> int:
+        """Execute what the store has not, print the scores, and leave the run's folder.
+
+        Args:
+            again: the command that goes on after a failure.
+
+        Returns:
+            The exit status.
+
+        Raises:
+            InputError: bad input that showed only while running.
+        """
+        lock = Lock(self.store.folder / f".run-{self.config.name}.lock")
+        said = False
+        while not lock.acquire():
+            if not said:
+                print(f"waiting for {lock.holder}, which runs {self.config.name} in this root", file=sys.stderr)
+                said = True
+            time.sleep(0.5)
+        try:
+            return self._run_locked(again)
+        finally:
+            lock.release()
+
+    def _run_locked(self, again: str) -> int:
+        if all(item.cached for item in self.planned):
+            outcomes = execute(self.planned, self.store, lambda folder: Context(out=folder), _Quiet())
+            if self.partial or self._is_current(self._old_summary):
+                return self._tell(outcomes, self._old_summary)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        track = self._start_tracking()
+        try:
+            outcomes = self._execute(track)
+        except (InputError, StageError, KeyboardInterrupt, SystemExit) as error:
+            if track:
+                tracking.fail_run(*track, str(error) or type(error).__name__)
+            if not isinstance(error, StageError):
+                raise
+            print(
+                f"error: stage {error.stage} failed: {error}\nlog: {error.log}\n"
+                f"what it left: {error.partial}\nto go on: {again}",
+                file=sys.stderr,
+            )
+            return 1
+        if self.partial:
+            return self._tell(outcomes, None)
+        summary = self._summarise(outcomes, track)
+        self._report(outcomes, summary, track)
+        return self._tell(outcomes, summary)
+
+    def _execute(self, track: tuple[str, str] | None) -> list[Outcome]:
+        if all(item.cached for item in self.planned):
+            return execute(self.planned, self.store, lambda folder: Context(out=folder), _Quiet())
+        with Display() as display:
+            display.say(f"{self.config.name}: starting Ray")
+            start_ray()
+            try:
+                if any(item.stage.name == "train" and not item.cached for item in self.planned):
+                    check_room(self.config.cluster)
+                self._link({item.stage.name: item.entry.partial for item in self.planned if not item.cached})
+                return execute(
+                    self.planned,
+                    self.store,
+                    lambda folder: Context(out=folder, cluster=self.config.cluster, tracking=track),
+                    display,
+                )
+            finally:
+                stop_ray()
+
+    def _link(self, folders: Mapping[str, Path]) -> None:
+        """``ROOT/NAME/STAGE`` leads to the stage's folder in the store, also while it runs."""
+        for name, target in folders.items():
+            link = self.folder / name
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path("..") / target.relative_to(self.store.root), target_is_directory=True)
+
+    def _start_tracking(self) -> tuple[str, str] | None:
+        """Open the MLflow run; one that an interrupted run of the same plan left is taken up again."""
+        if not self.config.tracking.enabled or self.partial:
+            return None
+        record = self.folder / "mlflow.json"
+        left = _read_json(record) or {}
+        uri = tracking.tracking_uri(self.store.root)
+        same = left.get("keys") == self._keys() and left.get("tracking_uri") == uri
+        run_name = f"{self.config.name}-{time.strftime('%Y-%m-%d-%H%M%S')}"
+        run_id = tracking.start_run(
+            uri, self.config.name, run_name, self.store.root, left.get("run_id") if same and left.get("open") else None
+        )
+        tags = {**environment(), "stages": self._keys(), "method": self._method(), "backbone": self.config.encoder.name}
+        tracking.log_config(uri, run_id, self.config.model_dump(mode="json"), tags)
+        record.write_text(json.dumps({"tracking_uri": uri, "run_id": run_id, "keys": self._keys(), "open": True}))
+        return uri, run_id
+
+    def _method(self) -> str:
+        return self.config.train.method.name if self.config.train else "none"
+
+    def _keys(self) -> dict[str, str]:
+        return {item.stage.name: item.key for item in self.planned}
+
+    def _is_current(self, summary: Mapping[str, Any] | None) -> bool:
+        """Whether the summary that lies there is of this very plan."""
+        return summary is not None and {stage["name"]: stage["key"] for stage in summary["stages"]} == self._keys()
+
+    def _summarise(self, outcomes: Sequence[Outcome], track: tuple[str, str] | None) -> dict[str, Any]:
+        """``summary.json``."""
+        folders = {outcome.name: Path(outcome.path) for outcome in outcomes}
+        scores: dict[str, Any] = {"after": next(iter(_read_json(folders["after"] / "scores.json").values()))}
+        if "before" in folders:
+            scores = {"before": _read_json(folders["before"] / "scores.json"), **scores}
+        mlflow = None
+        if track:
+            mlflow = {"tracking_uri": track[0], "experiment": self.config.name, "run_id": track[1]}
+        stages = [
+            {name: value for name, value in asdict(outcome).items() if name != "manifest"} for outcome in outcomes
+        ]
+        return {
+            "name": self.config.name,
+            "config": self.config.model_dump(mode="json"),
+            "stages": stages,
+            "scores": scores,
+            "mlflow": mlflow,
+            "environment": environment(),
+        }
+
+    def _report(self, outcomes: Sequence[Outcome], summary: Mapping[str, Any], track: tuple[str, str] | None) -> None:
+        """Write tables and pictures into the run's folder, and send everything to MLflow."""
+        folders = {outcome.name: Path(outcome.path) for outcome in outcomes}
+        self._link(folders)
+        config_file = self.folder / "config.yaml"
+        config_file.write_text(yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False))
+        table = self.folder / "scores.md"
+        table.write_text(report.markdown(summary["scores"]))
+        files = [config_file, table, *self._pictures(folders, summary["scores"])]
+        trained = "train" in folders
+        if trained:
+            link = self.folder / "encoder"
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path("train") / "encoder", target_is_directory=True)
+        summary_file = self.folder / "summary.json"
+        aside = summary_file.with_suffix(".tmp")
+        aside.write_text(json.dumps(summary, indent=2) + "\n")
+        aside.replace(summary_file)
+        if track:
+            self._track(track, [*files, summary_file], folders if trained else {}, summary)
+
+    def _track(
+        self, track: tuple[str, str], files: Sequence[Path], folders: Mapping[str, Path], summary: Mapping[str, Any]
+    ) -> None:
+        print("logging to MLflow", file=sys.stderr)
+        try:
+            if "train" in folders:
+                tracking.replay(*track, folders["train"] / "metrics.jsonl")
+            tracking.finish_run(
+                *track,
+                summary,
+                files,
+                encoder=folders["train"] / "encoder" if "train" in folders else None,
+                registered_name=self.config.name if self.config.tracking.register_model else None,
+            )
+        except tracking.TrackingError as error:
+            print(f"warning: {error}; run the same command again once MLflow answers", file=sys.stderr)
+            return
+        record = self.folder / "mlflow.json"
+        record.write_text(json.dumps({**_read_json(record), "open": False}))
+
+    def _pictures(self, folders: Mapping[str, Path], scores: Mapping[str, Any]) -> list[Path]:
+        pairs = {"after": next(folders["after"].glob("pairs-*.parquet"))}
+        best = report.best_baseline(scores)
+        if best is not None:
+            pairs = {f"before, {best}": folders["before"] / f"pairs-{best}.parquet", **pairs}
+        pictures = [self.folder / "cosine-against-gold.png", self.folder / "layer-similarity.png"]
+        report.cosine_against_gold(pairs, pictures[0])
+        report.layer_similarity(scores, pictures[1])
+        if "train" in folders:
+            pictures.append(self.folder / "loss.png")
+            report.loss_curve(folders["train"] / "metrics.jsonl", pictures[-1])
+        return pictures
+
+    def _tell(self, outcomes: Sequence[Outcome], summary: Mapping[str, Any] | None) -> int:
+        """Print the end of the run."""
+        out = Console(highlight=False)
+        if summary is not None:
+            for table in report.score_tables(summary["scores"]):
+                out.print(report.rich_table(table))
+            for note in report.notes(summary["scores"]):
+                out.print(note, soft_wrap=True)
+        stages = ", ".join(
+            f"{outcome.name} {outcome.status}" + (f" {outcome.seconds:.0f} s" if outcome.status == "ran" else "")
+            for outcome in outcomes
+        )
+        out.print(f"stages   {stages}", soft_wrap=True)
+        if summary is None:
+            out.print(f"store    {outcomes[-1].path}", soft_wrap=True)
+            return 0
+        out.print(f"folder   {self.folder}", soft_wrap=True)
+        if summary["mlflow"]:
+            uri, run_id = summary["mlflow"]["tracking_uri"], summary["mlflow"]["run_id"]
+            out.print(f"MLflow   make ui, or: mlflow ui --backend-store-uri {uri}   (run {run_id})", soft_wrap=True)
+        return 0
+
+
+class _Quiet(Display):
+    """Shows nothing: reading the store takes no time."""
+
+    def finished(self, outcome: Outcome) -> None:
+        """Nothing to say."""
+
+
+def _read_json(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.is_file() else None
+

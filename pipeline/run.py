@@ -1,0 +1,90 @@
+"""The command: a config in, its stages executed on Ray, a table out."""
+
+import argparse
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if sys.path and Path(sys.path[0] or ".").resolve() == ROOT / "pipeline":
+    sys.path[0] = str(ROOT)                                    # run as a script: import packages from the checkout
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")       # processes are the parallelism here
+os.environ.setdefault("APINCSE_SHARED", str(ROOT.parent / "shared"))   # configs name research data through it
+
+from cluster.errors import InputError  # noqa: E402
+from pipeline.config import Config, config_names, load_config  # noqa: E402
+
+EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    command = argparse.ArgumentParser(
+        prog="python pipeline/run.py",
+        description="Train a sentence encoder, evaluate it before and after, and log everything to MLflow.",
+        epilog=(
+            f"Ready configs: {', '.join(config_names())}. Finished stages are kept under ROOT/store and found again, "
+            "so the same command goes on after an interruption. RAY_ADDRESS and MLFLOW_TRACKING_URI name a "
+            "cluster and a tracking server; without them Ray runs on this machine and MLflow in ROOT/mlflow.db."
+        ),
+    )
+    command.add_argument("--config", default="demo", metavar="NAME|FILE.yaml", help="experiment (default: demo)")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides",
+        help="change one field of the config, such as train.learning_rate=1e-4; may be repeated",
+    )  # fmt: skip
+    command.add_argument("--plan", action="store_true", help="show the stages and which the store has; run nothing")
+    command.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    command.add_argument(
+        "--fresh", action="append", default=[], metavar="STAGE", nargs="+",
+        help="run this stage again, and what depends on it",
+    )  # fmt: skip
+    return command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    options = parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _terminate)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    try:
+        config = load_config(options.config, options.overrides)
+        return _run(config, options)
+    except InputError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"interrupted; to go on: {_again()}", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(config: Config, options: argparse.Namespace) -> int:
+    from pipeline.experiment import Experiment  # imports PyTorch, which --help can do without
+
+    fresh = [name for group in options.fresh for name in group]
+    experiment = Experiment(config, until=options.until, fresh=fresh)
+    if options.plan:
+        experiment.print_plan()
+        return 0
+    return experiment.run(again=_again())
+
+
+def _again() -> str:
+    """The command that goes on after an interruption."""
+    words = [Path(sys.executable).name, *sys.argv]
+    kept = [word for place, word in enumerate(words) if "--fresh" not in (word, words[place - 1])]
+    return " ".join(f"'{word}'" if any(sign in word for sign in " *[]{}$") else word for word in kept)
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    """SIGTERM: say how to go on, and let Ray's processes fall with this one."""
+    print(f"terminated; to go on: {_again()}", file=sys.stderr)
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
