@@ -1,5 +1,6 @@
 """The score table says what it must, and the pictures are drawn from what the stages write."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,9 @@ def test_an_undefined_average_is_a_dash_and_never_the_best() -> None:
 
 
 def test_the_table_of_the_seven_sets_fits_a_terminal_of_80_columns() -> None:
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(rich_table(score_tables(SCORES)[0]))
-    text = console.export_text()
+    terminal = io.StringIO()
+    Console(width=80, file=terminal).print(rich_table(score_tables(SCORES)[0]))
+    text = terminal.getvalue()
     assert "…" not in text
     assert "before, first-last-mean*" in text
     assert max(map(len, text.splitlines())) <= 80
