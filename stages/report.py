@@ -224,6 +224,9 @@ def cosine_against_gold(pairs: Mapping[str, Path], path: Path) -> None:
 
     tables = {label: pq.read_table(file) for label, file in pairs.items()}
     tasks = list(dict.fromkeys(task for table in tables.values() for task in table["task"].to_pylist()))
+    if not tasks:
+        _say("no similarity task was scored", path)
+        return
     side_by_side = len(tasks) == 1
     rows, columns = (1, len(tables)) if side_by_side else (len(tables), len(tasks))
     panel = 3.6 if side_by_side else 2.4                       # inches
@@ -272,16 +275,21 @@ def layer_similarity(scores: Mapping[str, Any], path: Path) -> None:
 
     Source: APINCSE, figure 3.
     """
+    after = scores["after"].get("geometry", {}).get("layer_similarity")
+    if not after:
+        _say("layers are compared on STS-B or the graded sample, which were not scored", path)
+        return
     before = next(iter(scores.get("before", {}).values()), None)     # the layers are the same under every pooling
-    named = {"before training": before, "after training": scores["after"]} if before else {"encoder": scores["after"]}
+    curves = {"after training" if before else "encoder": (after, BLUE)}
+    if before:
+        curves = {"before training": (before["geometry"]["layer_similarity"], GREY), **curves}
     figure, axes = _figure(1, 1, (7, 4))
     axis = axes[0, 0]
-    for (label, score), colour in zip(named.items(), (GREY, BLUE) if before else (BLUE,), strict=True):
-        curve = score["geometry"]["layer_similarity"]
+    for label, (curve, colour) in curves.items():
         axis.plot(range(len(curve)), curve, color=colour, marker="o", markersize=4, label=label)
         hardest = int(np.argmax(curve[1:-1])) + 1 if len(curve) > 2 else 0
         axis.plot(hardest, curve[hardest], marker="o", markersize=10, markerfacecolor="none", color=colour)
-    last = len(curve) - 1
+    last = len(after) - 1
     axis.set_xticks(range(last + 1), ["emb.", *map(str, range(1, last)), f"{last}\n(last)"])
     axis.set_xlabel("layer (ringed: most like the last one, the hardest negative)")
     axis.set_ylabel("mean cosine of [CLS] with the last layer's")
@@ -315,6 +323,15 @@ def _figure(
         axis.grid(axis="y", color="#E5E5E5", linewidth=0.6)
         axis.set_axisbelow(True)
     return figure, axes
+
+
+def _say(text: str, path: Path) -> None:
+    """A picture of the reason why there is no picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 1.5))
+    figure.text(0.5, 0.5, text, ha="center", va="center", color=GREY)
+    _save(figure, path)
 
 
 def _save(figure: "Figure", path: Path) -> None:

@@ -39,7 +39,8 @@ class TrackingConfig(BaseModel, extra="forbid", frozen=True):
     """Whether and what to tell MLflow."""
 
     enabled: bool = True
-    register_model: bool = True                                # copy the encoder into MLflow under the config's name
+    register_model: bool = True                                # copy the encoder into MLflow under the config's name;
+                                                               # false saves the disk of many runs' copies
 
 
 class TrackingError(RuntimeError):
@@ -242,11 +243,12 @@ def finish_run(
         summary: ``summary.json``; its scores become the metrics ``after/STS12/spearman``,
             ``before/cls/avg_spearman`` and so on, its stages ``seconds/STAGE``.
         files: artifacts: config, summary, tables, pictures.
-        encoder: folder of the trained encoder, logged as a model that takes sentences; None: no model.
-        registered_name: the model's name in the registry; its newest version is ``models:/NAME@latest``.
+        encoder: folder of the trained encoder, logged as a model that takes sentences; None: there is none.
+        registered_name: the model's name in the registry, where its newest version is ``models:/NAME@latest``;
+            None: the encoder stays in the run's folder alone.
 
     Returns:
-        The model's URI for ``mlflow.pyfunc.load_model``.
+        The model's URI for ``mlflow.pyfunc.load_model``; None without a model.
 
     Raises:
         TrackingError: MLflow did not take it.
@@ -257,11 +259,10 @@ def finish_run(
         for file in files:
             client.log_artifact(run_id, str(file))
         model_uri: str | None = client.get_run(run_id).data.tags.get("model")
-        if encoder is not None and model_uri is None:
+        if encoder is not None and registered_name is not None and model_uri is None:
             with _active_run(uri, run_id):
                 model_uri = _log_model(encoder)
-                if registered_name is not None:
-                    _register(client, _name(registered_name).replace("/", "_"), model_uri, run_id)
+                _register(client, _name(registered_name).replace("/", "_"), model_uri, run_id)
             client.set_tag(run_id, "model", model_uri)
         client.set_terminated(run_id, "FINISHED")
     return model_uri

@@ -285,6 +285,11 @@ def test_a_finished_run_has_scores_files_and_status_and_a_second_call_adds_nothi
     assert not (tmp_path / "mlruns").exists()
 
 
+def test_an_encoder_without_a_name_is_not_copied(run: tuple[str, str], encoder: Path) -> None:
+    assert finish_run(*run, SUMMARY, encoder=encoder) is None
+    assert MlflowClient(run[0]).search_registered_models() == []
+
+
 def test_names_that_mlflow_refuses_are_made_acceptable(run: tuple[str, str], tmp_path: Path) -> None:
     odd = start_run(run[0], "a: b/../c?", "odd", tmp_path / "runs")
     score = {"sts": {"STS 12 (é)/../x": {"spearman": 1.0}}}
