@@ -14,7 +14,6 @@ Item = TypeVar("Item")
 Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
 
-READERS = 4                                                    # at once; they claim no CPU, so they are counted
 BUFFER = 256 * 2**20                                           # bytes of chunks that may wait in the object store
 
 
@@ -38,7 +37,8 @@ def stream(
         InputError: as raised by ``read`` or ``work``.
     """
     # Were a reader to hold a CPU while it waits for its workers, they would never get the only free one.
-    reading = {"num_cpus": 0, "compute": ray.data.TaskPoolStrategy(min(READERS, len(items)))}
+    readers = max(2, int(ray.cluster_resources().get("CPU", 1)) // 4)  # one keeps several workers busy
+    reading = {"num_cpus": 0, "compute": ray.data.TaskPoolStrategy(min(readers, len(items)))}
     chunks = _numbered(items).map_batches(_Reader(items, read), batch_size=1, batch_format="pyarrow", **reading)
     return _results(chunks.map_batches(_Worker(work), batch_size=1, batch_format="pyarrow", num_cpus=1))
 
@@ -57,8 +57,11 @@ class _Reader:
         self.read = read
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        for chunk in self.read(self.items[batch["item"][0].as_py()]):
-            yield _pack(chunk)
+        try:
+            for chunk in self.read(self.items[batch["item"][0].as_py()]):
+                yield _pack(chunk)
+        except InputError as error:
+            yield _pack(error)
 
 
 class _Worker:
@@ -68,7 +71,13 @@ class _Worker:
         self.work = work
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        return _pack(self.work(_unpack(batch)))
+        chunk = _unpack(batch)
+        if isinstance(chunk, InputError):                      # a reader's, on its way to the caller
+            return batch
+        try:
+            return _pack(self.work(chunk))
+        except InputError as error:
+            return _pack(error)
 
 
 def _pack(value: Any) -> pa.Table:
@@ -89,15 +98,8 @@ def _results(data: Any) -> Iterator[Any]:
     data.context.target_max_block_size = 1                             # one chunk, one block, one task
     options = data.context.execution_options
     options.resource_limits = options.resource_limits.copy(object_store_memory=BUFFER)
-    try:
-        for batch in data.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            yield _unpack(batch)
-    except Exception as error:
-        raise _input_error(error) or error from None
-
-
-def _input_error(error: BaseException | None) -> InputError | None:
-    """The InputError inside what Ray Data wrapped around it, if there is one."""
-    while error is not None and not isinstance(error, InputError):
-        error = error.__cause__ or getattr(error, "cause", None)
-    return InputError(str(error)) if error else None                   # Ray's copy prints as a whole traceback
+    for batch in data.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        result = _unpack(batch)
+        if isinstance(result, InputError):                     # a value until here: Ray wraps what a task raises
+            raise result
+        yield result

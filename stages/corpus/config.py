@@ -1,12 +1,12 @@
 """Which sentences to train on."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
 
 class _Files(BaseModel, extra="forbid", frozen=True):
-    path: str                                                  # file, glob or folder; .gz too; or a URL that fsspec reads
+    path: str                                                  # file, glob, folder or URL; .gz too
     on_invalid_utf8: Literal["error", "replace"] = "error"
 
 
@@ -72,9 +72,15 @@ class CorpusConfig(BaseModel, extra="forbid", frozen=True):
     """Where the sentences come from and which are kept."""
 
     source: Source = PythonDocsSource(kind="python-docs")
-    segment: bool = True                                       # split paragraphs into sentences; false: a line is a sentence
+    segment: bool = True                                       # split paragraphs; false: a line is a sentence
     language: str = "en"                                       # of the segmentation rules
     min_words: NonNegativeInt = 4
     max_words: PositiveInt = 64
     exclude_evaluation: bool = True                            # drop sentences that occur in the evaluation data
     sample: PositiveInt | None = None                          # keep so many, drawn by the seed; null: all
+
+    @model_validator(mode="after")
+    def _some_length_is_allowed(self) -> Self:
+        if self.min_words > self.max_words:
+            raise ValueError(f"min_words={self.min_words} is more than max_words={self.max_words}")
+        return self
