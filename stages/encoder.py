@@ -72,7 +72,8 @@ class LayerAttention(nn.Module):
         """Make step 0 a weighted mean of the layers' mean vectors: what is random would bury the encoder's geometry."""
         for projection in (self.query, self.key):
             if self.config.sharpness > 0:
-                nn.init.eye_(projection.weight).mul_(self.config.sharpness**0.5)
+                with torch.no_grad():
+                    nn.init.eye_(projection.weight).mul_(self.config.sharpness**0.5)
             else:
                 nn.init.normal_(projection.weight, std=0.02)
         nn.init.eye_(self.value.weight)
