@@ -47,6 +47,7 @@ class Planned:
     entry: Entry
     cached: bool
     fresh: bool                                                # to be run again even if the store has it
+    sources: Mapping[str, str]                                 # local path that it reads -> digest of the content
 
 
 @dataclass
@@ -97,14 +98,15 @@ def plan(
     order = graphlib.TopologicalSorter({name: by_name[name].needs for name in by_name if name in wanted})
     for name in order.static_order():
         stage = by_name[name]
-        sources = {path: digests.of(path) for path in stage.reads} | ({"also": stage.also} if stage.also else {})
+        sources = {path: digests.of(path) for path in stage.reads}
         config = stage.config.model_dump(mode="json")
-        key = stage_key(name, stage.version, config, sources, [planned[need].key for need in stage.needs])
+        decisive = sources | ({"also": stage.also} if stage.also else {})
+        key = stage_key(name, stage.version, config, decisive, [planned[need].key for need in stage.needs])
         entry = store.entry(name, key)
         if name in fresh or stale.intersection(stage.needs):
             stale.add(name)
         again = name in stale
-        planned[name] = Planned(stage, key, entry, cached=entry.folder.is_dir() and not again, fresh=again)
+        planned[name] = Planned(stage, key, entry, entry.folder.is_dir() and not again, again, sources)
     digests.remember()
     return list(planned.values())
 

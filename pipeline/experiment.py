@@ -89,6 +89,7 @@ class Experiment:
                 file=sys.stderr,
             )
             return 1
+        self._link({outcome.name: Path(outcome.path) for outcome in outcomes})
         if self.partial:
             return self._tell(outcomes, None)
         summary = self._summarise(outcomes, track)
@@ -133,13 +134,16 @@ class Experiment:
         run_id = tracking.start_run(
             uri, self.config.name, run_name, self.store.root, left.get("run_id") if same and left.get("open") else None
         )
-        tags = {**environment(), "stages": self._keys(), "method": self._method(), "backbone": self.config.encoder.name}
+        tags = {
+            **environment(),
+            "stages": self._keys(),
+            "data": {Path(path).name: digest for item in self.planned for path, digest in item.sources.items()},
+            "method": self.config.train.method.name if self.config.train else "none",
+            "backbone": self.config.encoder.name,
+        }
         tracking.log_config(uri, run_id, self.config.model_dump(mode="json"), tags)
         record.write_text(json.dumps({"tracking_uri": uri, "run_id": run_id, "keys": self._keys(), "open": True}))
         return uri, run_id
-
-    def _method(self) -> str:
-        return self.config.train.method.name if self.config.train else "none"
 
     def _keys(self) -> dict[str, str]:
         return {item.stage.name: item.key for item in self.planned}
@@ -172,7 +176,6 @@ class Experiment:
     def _report(self, outcomes: Sequence[Outcome], summary: Mapping[str, Any], track: tuple[str, str] | None) -> None:
         """Write tables and pictures into the run's folder, and send everything to MLflow."""
         folders = {outcome.name: Path(outcome.path) for outcome in outcomes}
-        self._link(folders)
         config_file = self.folder / "config.yaml"
         config_file.write_text(yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False))
         table = self.folder / "scores.md"
