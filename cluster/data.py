@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import ray.data
+import ray
 
 from cluster.errors import InputError
 
@@ -36,6 +36,8 @@ def stream(
     Raises:
         InputError: as raised by ``read`` or ``work``.
     """
+    import ray.data                                            # half a second that planning and cached runs do without
+
     # Were a reader to hold a CPU while it waits for its workers, they would never get the only free one.
     readers = max(2, int(ray.cluster_resources().get("CPU", 1)) // 4)  # one keeps several workers busy
     reading = {"num_cpus": 0, "compute": ray.data.TaskPoolStrategy(min(readers, len(items)))}
@@ -93,6 +95,8 @@ def _numbered(items: Sequence[Any]) -> Any:
 
 
 def _results(data: Any) -> Iterator[Any]:
+    import ray.data
+
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)           # errors are raised; the rest is progress
     data.context.enable_progress_bars = False                          # stages report their own
     data.context.target_max_block_size = 1                             # one chunk, one block, one task

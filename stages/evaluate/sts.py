@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import pearsonr, spearmanr
 
 from cluster.errors import InputError
 from stages.evaluate.config import GRADED_SAMPLE, EvaluateConfig
@@ -185,6 +184,8 @@ def correlations(cosines: NDArray[np.float64], gold: NDArray[np.float64]) -> dic
     Raises:
         InputError: they are undefined, because all cosines (or all scores) are one value.
     """
+    from scipy.stats import pearsonr, spearmanr                # a second that planning and cached runs do without
+
     if np.ptp(cosines) < SMALLEST_SPREAD:
         raise InputError(
             f"all {len(cosines)} cosines are {cosines[0]:.6f}, so a correlation is undefined: "
