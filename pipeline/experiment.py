@@ -72,8 +72,12 @@ class Experiment:
     def _run_locked(self, again: str) -> int:
         if all(item.cached for item in self.planned):
             outcomes = execute(self.planned, self.store, lambda folder: Context(out=folder), _Quiet())
-            if self.partial or self._is_current(self._old_summary):
-                return self._tell(outcomes, self._old_summary)
+            if self.partial:
+                return self._tell(outcomes, None)
+            if self._is_current(self._old_summary):
+                summary = {**self._old_summary, "stages": _stages(outcomes)}
+                _write_summary(self.folder, summary)
+                return self._tell(outcomes, summary)
         self.folder.mkdir(parents=True, exist_ok=True)
         track = self._start_tracking()
         try:
@@ -161,13 +165,10 @@ class Experiment:
         mlflow = None
         if track:
             mlflow = {"tracking_uri": track[0], "experiment": self.config.name, "run_id": track[1]}
-        stages = [
-            {name: value for name, value in asdict(outcome).items() if name != "manifest"} for outcome in outcomes
-        ]
         return {
             "name": self.config.name,
             "config": self.config.model_dump(mode="json"),
-            "stages": stages,
+            "stages": _stages(outcomes),
             "scores": scores,
             "mlflow": mlflow,
             "environment": environment(),
@@ -186,10 +187,7 @@ class Experiment:
             link = self.folder / "encoder"
             link.unlink(missing_ok=True)
             link.symlink_to(Path("train") / "encoder", target_is_directory=True)
-        summary_file = self.folder / "summary.json"
-        aside = summary_file.with_suffix(".tmp")
-        aside.write_text(json.dumps(summary, indent=2) + "\n")
-        aside.replace(summary_file)
+        summary_file = _write_summary(self.folder, summary)
         if track:
             self._track(track, [*files, summary_file], folders if trained else {}, summary)
 
@@ -254,6 +252,19 @@ class _Quiet(Display):
 
     def finished(self, outcome: Outcome) -> None:
         """Nothing to say."""
+
+
+def _stages(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """What became of the stages, for ``summary.json``."""
+    return [{name: value for name, value in asdict(outcome).items() if name != "manifest"} for outcome in outcomes]
+
+
+def _write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
+    file = folder / "summary.json"
+    aside = file.with_suffix(".tmp")
+    aside.write_text(json.dumps(summary, indent=2) + "\n")
+    aside.replace(file)
+    return file
 
 
 def _read_json(file: Path) -> Any:
