@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import ray
+import ray  # ray.data takes half a second to import: done where needed
 
 from cluster.errors import InputError
 
@@ -36,7 +36,7 @@ def stream(
     Raises:
         InputError: as raised by ``read`` or ``work``.
     """
-    import ray.data                                            # half a second that planning and cached runs do without
+    import ray.data
 
     # Were a reader to hold a CPU while it waits for its workers, they would never get the only free one.
     readers = max(2, int(ray.cluster_resources().get("CPU", 1)) // 4)  # one keeps several workers busy
