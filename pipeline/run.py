@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 import warnings
@@ -16,7 +17,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")       # processes are t
 os.environ.setdefault("APINCSE_SHARED", str(ROOT.parent / "shared"))   # configs name research data through it
 
 from cluster.errors import InputError  # noqa: E402
-from pipeline.config import Config, config_names, load_config  # noqa: E402
+from pipeline import configs  # noqa: E402
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -27,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python pipeline/run.py",
         description="Train a sentence encoder, evaluate it before and after, and log everything to MLflow.",
         epilog=(
-            f"Ready configs: {', '.join(config_names())}. Finished stages are kept under ROOT/store and found again, "
+            f"Ready configs: {', '.join(configs.names())}. Finished stages are kept under ROOT/store and found again, "
             "so the same command goes on after an interruption. RAY_ADDRESS and MLFLOW_TRACKING_URI name a "
             "cluster and a tracking server; without them Ray runs on this machine and MLflow in ROOT/mlflow.db."
         ),
@@ -52,38 +53,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
-        config = load_config(options.config, options.overrides)
-        return _run(config, options)
+        return _run(options)
     except InputError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print(f"interrupted; to go on: {_again()}", file=sys.stderr)
+        print(f"interrupted; to go on: {_again(options)}", file=sys.stderr)
         return 128 + signal.SIGINT
+    except _Terminated:
+        print(f"terminated; to go on: {_again(options)}", file=sys.stderr)
+        return 128 + signal.SIGTERM
 
 
-def _run(config: Config, options: argparse.Namespace) -> int:
-    from pipeline.experiment import Experiment  # imports PyTorch, which --help can do without
+def _run(options: argparse.Namespace) -> int:
+    from pipeline.config import load_config  # both import PyTorch, which --help can do without
+    from pipeline.experiment import Experiment
 
+    config = load_config(options.config, options.overrides)
     fresh = [name for group in options.fresh for name in group]
     experiment = Experiment(config, until=options.until, fresh=fresh)
     if options.plan:
         experiment.print_plan()
         return 0
-    return experiment.run(again=_again())
+    return experiment.run(again=_again(options))
 
 
-def _again() -> str:
-    """The command that goes on after an interruption."""
-    words = [Path(sys.executable).name, *sys.argv]
-    kept = [word for place, word in enumerate(words) if "--fresh" not in (word, words[place - 1])]
-    return " ".join(f"'{word}'" if any(sign in word for sign in " *[]{}$") else word for word in kept)
+def _again(options: argparse.Namespace) -> str:
+    """The command that goes on after an interruption; with --fresh it would start all over."""
+    words = [sys.orig_argv[0], sys.argv[0], "--config", options.config]
+    for override in options.overrides:
+        words += ["--set", override]
+    return shlex.join([*words, *(["--until", options.until] if options.until else [])])
+
+
+class _Terminated(SystemExit):
+    """SIGTERM came; an exception, so that what runs is stopped in good order."""
 
 
 def _terminate(_signal: int, _frame: object) -> None:
-    """SIGTERM: say how to go on, and let Ray's processes fall with this one."""
-    print(f"terminated; to go on: {_again()}", file=sys.stderr)
-    raise SystemExit(128 + signal.SIGTERM)
+    raise _Terminated(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":
