@@ -128,8 +128,12 @@ class DeepSpeedEngine:
         micro_batch_size: int,
     ) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        import deepspeed
         from accelerate import Accelerator, DeepSpeedPlugin
-        from deepspeed import DeepSpeedEngine as TrueEngine
+
+        # On a CPU, DeepSpeed would compile an all-reduce of its own: a minute or more, a compiler to be there, and
+        # after a kill at that time a lock file on which every later start waits for ever. Gloo serves as well.
+        deepspeed.ops.__compatible_ops__ = {}
 
         plugin = DeepSpeedPlugin(
             hf_ds_config={
@@ -148,7 +152,7 @@ class DeepSpeedEngine:
         self.model, self.optimizer = self._accelerator.prepare(module, optimizer)
         self.module = self.model.module
         self.stage = stage
-        if not isinstance(self.model, TrueEngine):
+        if not isinstance(self.model, deepspeed.DeepSpeedEngine):
             raise RuntimeError(f"Accelerate prepared a {type(self.model).__name__}, no DeepSpeed engine")
 
     def step(self, loss: Tensor, learning_rate: float) -> float:
