@@ -31,7 +31,8 @@ class Stage:
     function: Callable[..., Any]
     config: BaseModel                                          # all of it enters the key
     needs: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()                                # local paths in the config; their content enters the key
+    reads: Mapping[str, Sequence[str]] = field(default_factory=dict)   # what the config calls some local data -> its
+                                                               # files and folders; their content enters the key
     also: str = ""                                             # whatever else decides the result
     version: int = 1                                           # raise it when the code's results change
     cpus: float = 0.0                                          # of the stage's own process; its tasks and workers
@@ -47,7 +48,7 @@ class Planned:
     entry: Entry
     cached: bool
     fresh: bool                                                # to be run again even if the store has it
-    sources: Mapping[str, str]                                 # local path that it reads -> digest of the content
+    sources: Mapping[str, str]                                 # what the config calls some data -> their digest
 
 
 @dataclass
@@ -66,7 +67,7 @@ class StageError(RuntimeError):
     """A stage failed while running."""
 
     def __init__(self, stage: str, entry: Entry, cause: BaseException) -> None:
-        super().__init__(f"{type(cause).__name__}: {cause}")
+        super().__init__(f"{type(cause).__name__}: {cause}".splitlines()[0])
         self.stage = stage
         self.log = entry.partial / "log.txt"
         self.partial = entry.partial
@@ -75,7 +76,7 @@ class StageError(RuntimeError):
 def plan(
     stages: Sequence[Stage], store: Store, until: str | None = None, fresh: Iterable[str] = ()
 ) -> list[Planned]:
-    """Give every stage its key, in an order in which they can run; nothing is written.
+    """Give every stage its key, in an order in which they can run; nothing but digests is written.
 
     Args:
         stages: in any order.
@@ -94,21 +95,33 @@ def plan(
     wanted = _with_needs(until, by_name) if until else set(by_name)
     digests = store.digests()
     planned: dict[str, Planned] = {}
-    stale: set[str] = set()
     order = graphlib.TopologicalSorter({name: by_name[name].needs for name in by_name if name in wanted})
     for name in order.static_order():
         stage = by_name[name]
-        sources = {path: digests.of(path) for path in stage.reads}
+        sources = {called: digests.of(paths) for called, paths in stage.reads.items() if paths}   # none: it is remote
         config = stage.config.model_dump(mode="json")
         decisive = sources | ({"also": stage.also} if stage.also else {})
         key = stage_key(name, stage.version, config, decisive, [planned[need].key for need in stage.needs])
         entry = store.entry(name, key)
-        if name in fresh or stale.intersection(stage.needs):
-            stale.add(name)
-        again = name in stale
-        planned[name] = Planned(stage, key, entry, entry.folder.is_dir() and not again, again, sources)
+        needs = [planned[need] for need in stage.needs]
+        again = name in fresh or any(need.fresh for need in needs)
+        manifests = {need.stage.name: need.entry.manifest for need in needs if need.cached}
+        results = {need: manifest["result"] for need, manifest in manifests.items() if manifest}
+        planned[name] = Planned(stage, key, entry, not again and _is_made_of(entry, results), again, sources)
     digests.remember()
     return list(planned.values())
+
+
+def _is_made_of(entry: Entry, results: Mapping[str, str]) -> bool:
+    """Whether the store has the stage, made of these very results of its needs.
+
+    Keys alone do not tell: a --fresh training has the old key, and may have been interrupted before what depends
+    on it ran again. Where a --fresh run was interrupted itself, its partial folder lies beside the old result.
+    """
+    manifest = entry.manifest
+    if manifest is None or entry.partial.is_dir():
+        return False
+    return all(manifest["inputs"].get(need) == result for need, result in results.items())
 
 
 def _with_needs(name: str, by_name: Mapping[str, Stage]) -> set[str]:
@@ -181,7 +194,7 @@ class _Execution:
         self._ready += self._sorter.get_ready()
         for name in list(self._ready):
             item = self._planned[name]
-            if item.cached:
+            if self._has(item):
                 self._ready.remove(name)
                 self._finish(_from_store(item))
                 continue
@@ -192,7 +205,7 @@ class _Execution:
                     self._watcher.waiting(name, lock.holder)
                 continue
             self._ready.remove(name)
-            if item.entry.folder.is_dir() and not item.fresh:          # another run made it meanwhile
+            if self._has(item):                                        # another run made it meanwhile
                 lock.release()
                 self._finish(_from_store(item))
                 continue
@@ -211,7 +224,7 @@ class _Execution:
         for task in done:
             item, lock, started = self._running[task]
             artifact = _result(task, item)
-            outcome = _commit(item, self._store, artifact, time.monotonic() - started)
+            outcome = _commit(item, self._store, artifact, self._results(item), time.monotonic() - started)
             del self._running[task]
             lock.release()
             self._finish(outcome)
@@ -221,6 +234,12 @@ class _Execution:
         for task, (_, lock, _) in self._running.items():
             ray.cancel(task, force=True)
             lock.release()
+
+    def _has(self, item: Planned) -> bool:
+        return not item.fresh and _is_made_of(item.entry, self._results(item))
+
+    def _results(self, item: Planned) -> dict[str, str]:
+        return {need: self.outcomes[need].manifest["result"] for need in item.stage.needs}
 
     def _artifact(self, name: str) -> Any:
         outcome = self.outcomes[name]
@@ -273,7 +292,7 @@ def _result(task: Any, item: Planned) -> Any:
         raise StageError(item.stage.name, item.entry, cause) from error
 
 
-def _commit(item: Planned, store: Store, artifact: Any, seconds: float) -> Outcome:
+def _commit(item: Planned, store: Store, artifact: Any, inputs: Mapping[str, str], seconds: float) -> Outcome:
     kind = type(artifact)
     values = {name: value for name, value in asdict(artifact).items() if name != "folder"}
     manifest = {
@@ -281,20 +300,18 @@ def _commit(item: Planned, store: Store, artifact: Any, seconds: float) -> Outco
         "key": item.key,
         "version": item.stage.version,
         "config": item.stage.config.model_dump(mode="json"),
-        "needs": list(item.stage.needs),
+        "inputs": inputs,                                      # the results of the needs
         "artifact": {"type": f"{kind.__module__}:{kind.__qualname__}", **values},
         "seconds": seconds,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    store.commit(item.entry, manifest)
-    return Outcome(item.stage.name, item.key, "ran", seconds, str(item.entry.folder), manifest)
+    committed = store.commit(item.entry, manifest)
+    return Outcome(item.stage.name, item.key, "ran", seconds, str(item.entry.folder), committed)
 
 
 def _from_store(item: Planned) -> Outcome:
     manifest = item.entry.manifest
-    if manifest is None:
-        folder = item.entry.folder
-        raise InputError(f"{folder} has no manifest.json; delete that folder, or use --fresh {item.stage.name}")
+    assert manifest is not None
     return Outcome(item.stage.name, item.key, "cached", manifest["seconds"], str(item.entry.folder), manifest)
 
 

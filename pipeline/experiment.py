@@ -29,7 +29,7 @@ class Experiment:
 
     def __init__(self, config: Config, until: str | None = None, fresh: Sequence[str] = ()) -> None:
         self.config = config
-        self.store = Store(Path(config.root).expanduser())
+        self.store = Store(config.root)
         self.planned = plan(graph(config), self.store, until, fresh)
         self.partial = until is not None and until != "after"
         self.folder = self.store.root / config.name

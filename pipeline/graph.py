@@ -1,17 +1,16 @@
 """Which stages an experiment has, and what each needs."""
 
-import hashlib
-import platform
-from importlib.metadata import distributions
 from pathlib import Path
 
 from cluster.config import ClusterConfig
 from pipeline.config import Config
 from pipeline.dag import Stage
 from stages.corpus.prepare import CorpusJob, check_source, prepare_corpus
+from stages.corpus.prose import versions_digest
 from stages.encoder import check_encoder, resolve
+from stages.evaluate.config import GRADED_SAMPLE
 from stages.evaluate.evaluate import EvaluateJob, evaluate
-from stages.evaluate.sts import check_evaluation
+from stages.evaluate.sts import SAMPLE_FILE, check_evaluation
 from stages.train import TrainConfig, TrainJob, check_train, train
 
 
@@ -25,12 +24,13 @@ def graph(config: Config) -> tuple[Stage, ...]:
     """
     config = with_absolute_paths(config)
     check_encoder(config.encoder.name)
-    scored_files = (*check_evaluation(config.evaluate), *encoder_files(config.encoder.name))
+    encoder = _encoder_files(config.encoder.name)
+    scored = {config.evaluate.data or GRADED_SAMPLE: check_evaluation(config.evaluate)}
     if config.train is None:
         job = EvaluateJob(
             evaluate=config.evaluate, encoder=config.encoder.name, poolings=(config.encoder.pooling,)
         )
-        return (Stage("after", evaluate, job, reads=scored_files),)
+        return (Stage("after", evaluate, job, reads=scored | encoder),)
     return (
         _corpus(config),
         _train(config, config.train, config.cluster),
@@ -42,14 +42,14 @@ def graph(config: Config) -> tuple[Stage, ...]:
                 encoder=config.encoder.name,
                 poolings=config.evaluate.baseline_poolings,
             ),
-            reads=scored_files,
+            reads=scored | encoder,
         ),
         Stage(
             "after",
             evaluate,
             EvaluateJob(evaluate=config.evaluate, encoder=None, poolings=(config.encoder.pooling,)),
             needs=("train",),
-            reads=tuple(check_evaluation(config.evaluate)),
+            reads=scored,
         ),
     )
 
@@ -62,24 +62,25 @@ def _corpus(config: Config) -> Stage:
         seed=config.seed,
         exclude=config.evaluate.data,
     )
-    files = check_source(config.corpus)
-    installed = _installed() if config.corpus.source.kind == "python-docs" else ""
-    excluded = (config.evaluate.data,) if config.evaluate.data and config.corpus.exclude_evaluation else ()
-    return Stage(
-        "corpus", prepare_corpus, job, reads=(*files, *excluded, *encoder_files(config.encoder.name)), also=installed
-    )
+    source = config.corpus.source
+    reads = {getattr(source, "path", source.kind): check_source(config.corpus), **_encoder_files(config.encoder.name)}
+    if config.corpus.exclude_evaluation:
+        reads[config.evaluate.data or GRADED_SAMPLE] = [config.evaluate.data or str(SAMPLE_FILE)]
+    installed = versions_digest() if source.kind == "python-docs" else ""
+    return Stage("corpus", prepare_corpus, job, reads=reads, also=installed)
 
 
 def _train(config: Config, settings: TrainConfig, cluster: ClusterConfig) -> Stage:
     job = TrainJob(train=settings, encoder=config.encoder, evaluation_data=config.evaluate.data, seed=config.seed)
-    validated = check_train(job, cluster)
-    return Stage("train", train, job, needs=("corpus",), reads=(*validated, *encoder_files(config.encoder.name)))
+    validation = settings.validation.path if settings.validation else config.evaluate.data or GRADED_SAMPLE
+    reads = {validation: check_train(job, cluster), **_encoder_files(config.encoder.name)}
+    return Stage("train", train, job, needs=("corpus",), reads=reads)
 
 
-def encoder_files(name: str) -> tuple[str, ...]:
+def _encoder_files(name: str) -> dict[str, list[str]]:
     """The encoder's folder, if it lies on this machine."""
     source = resolve(name)
-    return (source,) if Path(source).is_dir() else ()
+    return {name: [source]} if Path(source).is_dir() else {}
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -106,10 +107,3 @@ def _absolute(path: str) -> str:
     if "://" in path or not (expanded.exists() or any(sign in path for sign in "*?[")):
         return path
     return str(expanded.absolute())
-
-
-def _installed() -> str:
-    """A digest of Python's and all installed distributions' versions, on which ``python-docs`` depends."""
-    names = sorted(f"{found.name}=={found.version}" for found in distributions())
-    return hashlib.sha256("\n".join([platform.python_version(), *names]).encode()).hexdigest()
-

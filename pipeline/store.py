@@ -39,10 +39,15 @@ class Store:
     A folder of that name is whole: it was written as ``STAGE-KEY.partial`` and renamed at the end.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: str | Path) -> None:
+        """Find or make the store of a root folder.
+
+        Raises:
+            InputError: root is a URL, or cannot be written.
+        """
         if "://" in str(root):
-            raise InputError(f"root={root} is a URL; the store must be a folder that all machines of the cluster share")
-        self.root = root.absolute()
+            raise InputError(f"root={root} is a URL; set root to a folder, which all machines of the cluster share")
+        self.root = Path(root).expanduser().absolute()
         self.folder = self.root / "store"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -59,23 +64,29 @@ class Store:
         name = f"{stage}-{key}"
         return Entry(self.folder / name, self.folder / f"{name}.partial", self.folder / f".{name}.lock")
 
-    def commit(self, entry: Entry, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest with a digest of every file, then rename over what lay there; the driver's alone."""
+    def commit(self, entry: Entry, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the manifest with a digest of every file, then rename over what lay there; the driver's alone.
+
+        Returns:
+            The manifest with all ``files`` and their ``result``: one digest of them, logs aside.
+        """
         (entry.partial / "progress.json").unlink(missing_ok=True)
         files = {
             str(file.relative_to(entry.partial)): {"bytes": file.stat().st_size, "xxh128": file_digest(file)}
             for file in sorted(entry.partial.rglob("*"))
             if file.is_file()
         }
-        text = json.dumps({**manifest, "files": files}, indent=2)
+        result = hashlib.sha256(json.dumps([item for item in files.items() if item[0] != "log.txt"]).encode())
+        whole = {**manifest, "result": result.hexdigest()[:16], "files": files}
         aside = entry.partial / "manifest.json.tmp"
-        aside.write_text(text + "\n")
+        aside.write_text(json.dumps(whole, indent=2) + "\n")
         aside.rename(entry.partial / "manifest.json")
         replaced = entry.folder.with_name(f".replaced-{os.getpid()}-{entry.folder.name}")
         if entry.folder.exists():                              # the stage was run again
             entry.folder.rename(replaced)
         entry.partial.rename(entry.folder)
         shutil.rmtree(replaced, ignore_errors=True)
+        return whole
 
     def discard_partial(self, entry: Entry) -> None:
         """Delete what a crash left."""
@@ -122,14 +133,17 @@ class Digests:
         self._known: dict[str, str] = json.loads(memory.read_text()) if memory.is_file() else {}
         self._fresh = False
 
-    def of(self, path: str) -> str:
-        """Digest of a file's content, or of a folder's files and their names."""
-        given = Path(path)
-        files = [given] if given.is_file() else sorted(file for file in given.rglob("*") if file.is_file())
+    def of(self, paths: Sequence[str]) -> str:
+        """Digest of the content of files and of all files in folders, and of their names where they are several.
+
+        Names count from the folder that all share: where that lies does not matter.
+        """
+        files = sorted(file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("*")))
+        files = [file for file in files if file.is_file()]
+        shared = os.path.commonpath(files) if files else ""
         digest = hashlib.sha256()
         for file in files:
-            name = file.name if file == given else str(file.relative_to(given))
-            digest.update(f"{name}\0{self._file(file)}\0".encode())
+            digest.update(f"{os.path.relpath(file, shared)}\0{self._file(file)}\0".encode())
         return digest.hexdigest()
 
     def _file(self, file: Path) -> str:
@@ -160,13 +174,13 @@ def file_digest(file: Path) -> str:
 def stage_key(
     name: str, version: int, config: Mapping[str, Any], sources: Mapping[str, str], inputs: Sequence[str]
 ) -> str:
-    """16 hex digits of everything that decides a stage's result.
+    """16 hex digits of everything that decides a stage's result, wherever it lies.
 
     Args:
         name: of the stage.
         version: of its code, raised by hand when results change.
         config: its whole config.
-        sources: local path in the config -> digest of what lies there; the path itself does not count.
+        sources: what the config calls some local data -> digest of them; the name itself does not count.
         inputs: the keys of the stages that it needs.
     """
 
