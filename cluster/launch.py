@@ -1,7 +1,10 @@
 """Ray: starting it, what it has room for, tasks in order, and groups of training workers."""
 
 import os
+import signal
+import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,7 +12,8 @@ from typing import Any, TypeVar
 
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray import cloudpickle
+from ray.exceptions import RayError, RayTaskError
 
 from cluster.config import ClusterConfig
 from cluster.errors import InputError
@@ -21,17 +25,46 @@ Result = TypeVar("Result")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+DETERMINISTIC = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError, ArithmeticError)
+"""What a worker raises again however often it is tried, InputError included; lost peers show as RuntimeErrors."""
+
+
 def start_ray() -> None:
-    """Join the cluster that RAY_ADDRESS names, or start Ray on this machine."""
+    """Join the cluster that RAY_ADDRESS names, or start Ray on this machine.
+
+    Raises:
+        InputError: there is no cluster at RAY_ADDRESS, or it does not let us in.
+    """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    joins = "RAY_ADDRESS" in os.environ
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if joins:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        if not _joined():
+            ray.init(include_dashboard=False, **quiet)
+            return
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ           # then the job's working directory is the code
         code = {"working_dir": str(ROOT), "excludes": ["/runs/", "/.venv/", "/.git/"]}
         ray.init(runtime_env={} if in_job else code, **quiet)
-    else:
-        ray.init(include_dashboard=False, **quiet)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        if not _joined():
+            raise
+        raise InputError(
+            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster takes us there ({_first_line(error)}); start it, "
+            "correct RAY_ADDRESS, or unset it to run on this machine"
+        ) from error
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, on_terminate)                # Ray puts its own in place
+
+
+def _joined() -> bool:
+    """Whether the cluster is another's, to which nodes may be added, rather than this machine alone."""
+    return "RAY_ADDRESS" in os.environ
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def stop_ray() -> None:
@@ -60,22 +93,32 @@ def check_room(config: ClusterConfig) -> None:
         InputError: they do not, after ``placement_timeout`` seconds.
     """
     needed = worker_resources(config)
-    if _has_room(needed, config.workers):
+    if _has_room(needed, config.workers) or (_joined() and _has_room_in_time(needed, config)):
         return
-    request = ray.util.placement_group([needed] * config.workers)      # an autoscaler sees this and adds nodes
+    has = {name: float(ray.cluster_resources().get(name, 0)) for name in needed}
+    remedies = ["lower cluster.workers or cluster.cpus_per_worker"]
+    if has.get("GPU") == 0:
+        remedies = ["set cluster.device to cpu or auto"]
+    waited = f" (waited {config.placement_timeout:g} s for more, cluster.placement_timeout)" if _joined() else ""
+    raise InputError(
+        f"cluster.workers={config.workers} need {_describe(needed, config.workers)}, but "
+        f"{'the Ray cluster' if _joined() else 'this machine'} has {_describe(has, 1)}{waited}; "
+        f"{', '.join([*remedies, 'or add nodes' if _joined() else 'or set RAY_ADDRESS to a larger cluster'])}"
+    )
+
+
+def _has_room_in_time(needed: dict[str, float], config: ClusterConfig) -> bool:
+    """Ask for room and wait: an autoscaler, which sees the request, may add nodes."""
+    request = ray.util.placement_group([needed] * config.workers)
     deadline = time.monotonic() + config.placement_timeout
-    while time.monotonic() < deadline:
-        if _has_room(needed, config.workers):
-            break
-        time.sleep(0.5)
-    ray.util.remove_placement_group(request)
-    if not _has_room(needed, config.workers):
-        has = {name: float(ray.cluster_resources().get(name, 0)) for name in needed}
-        raise InputError(
-            f"cluster.workers={config.workers} need {_describe(needed, config.workers)}, but the Ray cluster has "
-            f"{_describe(has, 1)}; lower cluster.workers or cluster.cpus_per_worker, or add nodes "
-            f"(waited {config.placement_timeout:g} s, cluster.placement_timeout)"
-        )
+    try:
+        while time.monotonic() < deadline:
+            if _has_room(needed, config.workers):
+                return True
+            time.sleep(0.5)
+        return False
+    finally:
+        ray.util.remove_placement_group(request)
 
 
 def worker_resources(config: ClusterConfig) -> dict[str, float]:
@@ -94,7 +137,8 @@ def _has_room(needed: dict[str, float], workers: int) -> bool:
 
 
 def _describe(resources: dict[str, float], times: int) -> str:
-    return " and ".join(f"{amount * times:g} {name}s" for name, amount in resources.items())
+    counts = {name: amount * times for name, amount in resources.items()}
+    return " and ".join(f"{count:g} {name}{'' if count == 1 else 's'}" for name, count in counts.items())
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -106,8 +150,9 @@ def root_cause(error: BaseException) -> BaseException:
         elif isinstance(error, RayTaskError) and error.cause is not None:
             error = error.cause
         else:
-            inner = getattr(error, "_cause", None) or getattr(error, "original_exception", None)
-            if not isinstance(inner, BaseException):
+            wrapped = [getattr(error, name, None) for name in ("controller_failure", "_base_exc")]     # of Ray Train
+            inner = next((each for each in wrapped if isinstance(each, BaseException)), None)
+            if inner is None:
                 return error
             error = inner
 
@@ -162,6 +207,7 @@ def train_on_workers(
     """Run ``function(payload, world)`` on ``config.workers`` Ray Train workers until all have returned.
 
     A group that lost a worker starts again, ``config.max_failures`` times; the function finds its own checkpoint.
+    An error that would come again is not tried again.
 
     Args:
         function: top-level.
@@ -177,10 +223,12 @@ def train_on_workers(
     from ray.train.torch import TorchConfig, TorchTrainer
 
     on_gpu = uses_gpu(config)
+    failure = storage / f"{name}.failure"
     trainer = TorchTrainer(
         _train_worker,
         train_loop_config={
             "function": function, "payload": payload, "threads": cpus_per_worker(config), "workers": config.workers,
+            "failure": failure,
         },
         scaling_config=ScalingConfig(
             num_workers=config.workers, use_gpu=on_gpu, resources_per_worker=worker_resources(config)
@@ -193,10 +241,28 @@ def train_on_workers(
     try:
         trainer.fit()
     except Exception as error:
-        raise root_cause(error) from error
+        if not failure.exists():
+            raise root_cause(error) from error
+    if failure.exists():
+        raise cloudpickle.loads(failure.read_bytes())
 
 
 def _train_worker(arguments: dict[str, Any]) -> None:
+    """Run the function, unless it failed for good.
+
+    Ray Train tries again after any error, whatever it is. So one that would come again is left in a file, and the
+    second try, which finds it, ends at once.
+    """
+    failure: Path = arguments["failure"]
+    if failure.exists():
+        return
     torch.set_num_threads(arguments["threads"])
     world: World = TorchWorld() if arguments["workers"] > 1 else Solo()
-    arguments["function"](arguments["payload"], world)
+    try:
+        arguments["function"](arguments["payload"], world)
+    except DETERMINISTIC as error:
+        error.add_note(f"raised by training worker {world.rank}:\n{traceback.format_exc()}")
+        aside = failure.with_suffix(f".{world.rank}")
+        aside.write_bytes(cloudpickle.dumps(error))
+        aside.replace(failure)
+        raise
