@@ -1,0 +1,158 @@
+"""What the methods compute, as loops in float64 straight from their equations."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Vector = np.ndarray
+Rows = Sequence[np.ndarray]
+
+
+def unit(vector: Vector) -> Vector:
+    """The vector divided by its length."""
+    return vector / math.sqrt(sum(float(x) ** 2 for x in vector))
+
+
+def cosine(a: Vector, b: Vector) -> float:
+    return float(unit(a) @ unit(b))
+
+
+def cross_entropy(logits: Sequence[float], target: int) -> float:
+    """-log of the softmax's share of the target."""
+    greatest = max(logits)
+    return greatest + math.log(sum(math.exp(logit - greatest) for logit in logits)) - logits[target]
+
+
+def softmax(logits: Sequence[float]) -> list[float]:
+    total = sum(math.exp(logit - max(logits)) for logit in logits)
+    return [math.exp(logit - max(logits)) / total for logit in logits]
+
+
+def info_nce(anchors: Rows, candidates: Rows, targets: Sequence[int], temperature: float) -> float:
+    """APINCSE (8) and (15); SimCSE (1)."""
+    losses = []
+    for anchor, target in zip(anchors, targets, strict=True):
+        logits = [cosine(anchor, candidate) / temperature for candidate in candidates]
+        losses.append(cross_entropy(logits, target))
+    return sum(losses) / len(losses)
+
+
+def hard_negative_info_nce(
+    anchors: Rows,
+    candidates: Rows,
+    negatives: Rows,
+    targets: Sequence[int],
+    temperature: float,
+    negative_temperature: float,
+    own: bool = False,
+) -> float:
+    """APINCSE (19), against all hard negatives of the batch or an anchor's own."""
+    losses = []
+    for i, (anchor, target) in enumerate(zip(anchors, targets, strict=True)):
+        met = [negatives[i]] if own else negatives
+        logits = [cosine(anchor, candidate) / temperature for candidate in candidates]
+        logits += [cosine(anchor, negative) / negative_temperature for negative in met]
+        losses.append(cross_entropy(logits, target))
+    return sum(losses) / len(losses)
+
+
+def nearest(query: Vector, rows: Rows, k: int, excluded: int | None) -> list[Vector]:
+    """APINCSE (10-12): the k rows with the highest cosine, the most similar first."""
+    others = [row for at, row in enumerate(rows) if at != excluded]
+    return sorted(others, key=lambda row: -cosine(query, row))[:k]
+
+
+def augmented_positive(positive: Vector, neighbours: Rows, beta: float) -> Vector:
+    """APINCSE (13-14): the softmax-weighted mean of a positive and its neighbours."""
+    stacked = [positive, *neighbours]
+    weights = softmax([float(positive @ row) / beta for row in stacked])
+    return sum(weight * row for weight, row in zip(weights, stacked, strict=True))
+
+
+def nearest_layer(cls: Rows) -> int:
+    """APINCSE (16-17): of [CLS] in layers 0..T, the one of 1..T-1 most similar to the last."""
+    return max(range(1, len(cls) - 1), key=lambda layer: cosine(cls[layer], cls[-1]))
+
+
+def layer_attention(weights: dict[str, np.ndarray], cls: Rows, means: Rows, queries: str, rsn: str) -> Vector:
+    """APINCSE (2-7) of one sentence: [CLS] and mean vectors of layers 0..T -> (d,)."""
+    depth = len(cls) - 1
+    d = len(cls[0])
+    outputs = []
+    for i in range(1, depth + 1):
+        query = weights["query.weight"] @ cls[i]
+        scores = [float(query @ (weights["key.weight"] @ means[j])) / math.sqrt(d) for j in range(1, depth + 1)]
+        attention = softmax(scores)
+        outputs.append(sum(attention[j - 1] * (weights["value.weight"] @ means[j]) for j in range(1, depth + 1)))
+    pooled = sum(outputs) if queries == "sum" else sum(outputs) / depth
+    both = np.concatenate([cls[depth], pooled])
+    passed = {
+        "top_tanh": outputs[-1],
+        "layers_tanh": sum(outputs) / depth,
+        "cls_tanh": cls[depth],
+        "both_tanh": cls[depth] + sum(outputs) / depth,
+    }
+    if rsn == "proj_tanh":
+        passed["proj_tanh"] = weights["projection.weight"] @ both
+    return passed[rsn] + np.tanh(weights["residual.weight"] @ both + weights["residual.bias"])
+
+
+class APINCSE:
+    """The whole loss, with a list as its queue.
+
+    Attributes:
+        queue: (place pushed at, unit vector), the oldest first.
+    """
+
+    def __init__(self, **options: object) -> None:
+        self.options = options
+        self.queue: list[tuple[int, Vector]] = []
+        self.pushed = 0
+
+    def loss(self, anchors: Rows, positives: Rows, cls: Rows) -> tuple[float, dict[str, float]]:
+        """One step.
+
+        Args:
+            anchors: N embeddings of the first view.
+            positives: N embeddings of the second view.
+            cls: for each sentence, the [CLS] vectors of the first view in layers 0..T.
+
+        Returns:
+            Equation 20, and the parts of it that are computed.
+        """
+        o = self.options
+        own = range(len(anchors))
+        parts = {"loss_instance": info_nce(anchors, positives, own, o["temperature"])}
+        total = o["instance_weight"] * parts["loss_instance"]
+        if o["augmented_weight"] > 0:
+            for positive in positives:
+                self.queue.append((self.pushed, unit(positive)))
+                self.pushed += 1
+            self.queue = self.queue[-o["queue_length"] :]
+            if self.pushed >= o["queue_length"] or o["queue_warmup"] == "none":
+                parts["loss_augmented"] = info_nce(
+                    anchors, [self._augmented(positives, i) for i in own], own, o["temperature"]
+                )
+                total += o["augmented_weight"] * parts["loss_augmented"]
+        if o["negative_weight"] > 0:
+            wanted = o["negative_layer"]
+            chosen = [nearest_layer(layers) if wanted == "argmax" else wanted for layers in cls]
+            parts["loss_negative"] = hard_negative_info_nce(
+                anchors,
+                positives,
+                [layers[layer] for layers, layer in zip(cls, chosen, strict=True)],
+                own,
+                o["temperature"],
+                o["temperature"] if o["negative_temperature"] else 1.0,
+                own=o["negatives"] == "own",
+            )
+            total += o["negative_weight"] * parts["loss_negative"]
+        return total, parts
+
+    def _augmented(self, positives: Rows, i: int) -> Vector:
+        o = self.options
+        copy = self.pushed - len(positives) + i
+        rows = [row for pushed_at, row in self.queue if o["include_self"] or pushed_at != copy]
+        live = unit(positives[i]) if o["anchor_norm"] == "unit" else positives[i]
+        return augmented_positive(live, nearest(positives[i], rows, o["neighbours"], None), o["beta"])
