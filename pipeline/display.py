@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from pipeline.dag import Outcome, Watcher, read_progress
 
@@ -22,9 +22,8 @@ class Display(Watcher):
         self._bars: dict[str, TaskID] = {}
         self._progress = Progress(
             TextColumn("{task.description:>8}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[unit]}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[done]}"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"),
             console=self.console,
@@ -36,7 +35,8 @@ class Display(Watcher):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        if self.console.is_terminal:
+            self._progress.stop()
 
     def say(self, text: str) -> None:
         """A line above the bars."""
@@ -47,7 +47,7 @@ class Display(Watcher):
         self._running[stage] = (partial, time.monotonic())
         self._spoke[stage] = time.monotonic()
         if self.console.is_terminal:
-            self._bars[stage] = self._progress.add_task(stage, total=None, unit="", note="starting")
+            self._bars[stage] = self._progress.add_task(stage, total=None, done="", note="starting")
         else:
             self.say(f"{stage}: started")
 
@@ -61,14 +61,20 @@ class Display(Watcher):
             progress = read_progress(partial)
             if progress is None:
                 continue
-            done, total, unit, note = (progress[name] for name in ("done", "total", "unit", "note"))
+            of = f" of {progress['total']:,.0f}" if progress["total"] else ""
+            done = f"{progress['done']:,.0f}{of} {progress['unit']}" if progress["done"] or of else ""
             if stage in self._bars:
-                self._progress.update(self._bars[stage], completed=done, total=total, unit=unit, note=note)
+                self._progress.update(
+                    self._bars[stage],
+                    completed=progress["done"],
+                    total=progress["total"],
+                    done=done,
+                    note=progress["note"],
+                )
             elif time.monotonic() - self._spoke[stage] > EVERY:
                 self._spoke[stage] = time.monotonic()
-                of = f" of {total:,.0f}" if total else ""
-                elapsed = time.monotonic() - started
-                self.say(f"{stage}: {done:,.0f}{of} {unit}, {elapsed:.0f} s" + (f", {note}" if note else ""))
+                elapsed = f"{time.monotonic() - started:.0f} s"
+                self.say(f"{stage}: {', '.join(filter(None, (done, elapsed, progress['note'])))}")
 
     def finished(self, outcome: Outcome) -> None:
         """Replace the bar by a line."""

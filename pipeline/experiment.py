@@ -3,8 +3,10 @@
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +32,20 @@ class Experiment:
     def __init__(self, config: Config, until: str | None = None, fresh: Sequence[str] = ()) -> None:
         self.config = config
         self.store = Store(config.root)
-        self.planned = plan(graph(config), self.store, until, fresh)
         self.partial = until is not None and until != "after"
         self.folder = self.store.root / config.name
-        self._old_summary = _read_json(self.folder / "summary.json")
+        self._plan = partial(plan, graph(config), self.store, until, fresh)
+        self.planned = self._plan()
 
     def print_plan(self) -> None:
         """The stages in order, their keys, and whether each would run."""
         table = Table("stage", "key", "status", "needs", box=None, padding=(0, 2, 0, 0))
         for item in self.planned:
-            partial = "go on" if item.entry.partial.is_dir() and not item.fresh else "run"
+            todo = "go on" if item.entry.partial.is_dir() and not item.fresh else "run"
             table.add_row(
-                item.stage.name, item.key, "cached" if item.cached else partial, ", ".join(item.stage.needs) or "-"
+                item.stage.name, item.key, "cached" if item.cached else todo, ", ".join(item.stage.needs) or "-"
             )
-        Console(highlight=False).print(table)
+        _console().print(table)
 
     def run(self, again: str) -> int:
         """Execute what the store has not, print the scores, and leave the run's folder.
@@ -65,6 +67,8 @@ class Experiment:
                 said = True
             time.sleep(0.5)
         try:
+            if said:
+                self.planned = self._plan()                    # the other run may have done it all
             return self._run_locked(again)
         finally:
             lock.release()
@@ -74,11 +78,16 @@ class Experiment:
             outcomes = execute(self.planned, self.store, lambda folder: Context(out=folder), _Quiet())
             if self.partial:
                 return self._tell(outcomes, None)
-            if self._is_current(self._old_summary):
-                summary = {**self._old_summary, "stages": _stages(outcomes)}
-                _write_summary(self.folder, summary)
+            old_summary = _read_json(self.folder / "summary.json")
+            if self._is_current(old_summary):
+                summary = {**old_summary, "stages": _stages(outcomes)}
+                _write_json(self.folder / "summary.json", summary)
                 return self._tell(outcomes, summary)
         self.folder.mkdir(parents=True, exist_ok=True)
+        with self._ray():
+            return self._run_and_report(again)
+
+    def _run_and_report(self, again: str) -> int:
         track = self._start_tracking()
         try:
             outcomes = self._execute(track)
@@ -100,24 +109,30 @@ class Experiment:
         self._report(outcomes, summary, track)
         return self._tell(outcomes, summary)
 
-    def _execute(self, track: tuple[str, str] | None) -> list[Outcome]:
+    @contextmanager
+    def _ray(self) -> Iterator[None]:
+        """Ray, with room for the workers, if there is anything to run."""
         if all(item.cached for item in self.planned):
-            return execute(self.planned, self.store, lambda folder: Context(out=folder), _Quiet())
+            yield
+            return
+        print(f"{self.config.name}: starting Ray", file=sys.stderr)
+        start_ray()
+        try:
+            if any(item.stage.name == "train" and not item.cached for item in self.planned):
+                check_room(self.config.cluster)
+            yield
+        finally:
+            stop_ray()
+
+    def _execute(self, track: tuple[str, str] | None) -> list[Outcome]:
+        self._link({item.stage.name: item.entry.partial for item in self.planned if not item.cached})
         with Display() as display:
-            display.say(f"{self.config.name}: starting Ray")
-            start_ray()
-            try:
-                if any(item.stage.name == "train" and not item.cached for item in self.planned):
-                    check_room(self.config.cluster)
-                self._link({item.stage.name: item.entry.partial for item in self.planned if not item.cached})
-                return execute(
-                    self.planned,
-                    self.store,
-                    lambda folder: Context(out=folder, cluster=self.config.cluster, tracking=track),
-                    display,
-                )
-            finally:
-                stop_ray()
+            return execute(
+                self.planned,
+                self.store,
+                lambda folder: Context(out=folder, cluster=self.config.cluster, tracking=track),
+                display,
+            )
 
     def _link(self, folders: Mapping[str, Path]) -> None:
         """``ROOT/NAME/STAGE`` leads to the stage's folder in the store, also while it runs."""
@@ -131,7 +146,7 @@ class Experiment:
         if not self.config.tracking.enabled or self.partial:
             return None
         record = self.folder / "mlflow.json"
-        left = _read_json(record) or {}
+        left = _read_json(record) or {}                        # what the run before said of itself
         uri = tracking.tracking_uri(self.store.root)
         same = left.get("keys") == self._keys() and left.get("tracking_uri") == uri
         run_name = f"{self.config.name}-{time.strftime('%Y-%m-%d-%H%M%S')}"
@@ -145,16 +160,22 @@ class Experiment:
             "method": self.config.train.method.name if self.config.train else "none",
             "backbone": self.config.encoder.name,
         }
-        tracking.log_config(uri, run_id, self.config.model_dump(mode="json"), tags)
-        record.write_text(json.dumps({"tracking_uri": uri, "run_id": run_id, "keys": self._keys(), "open": True}))
+        try:
+            tracking.log_config(uri, run_id, self.config.model_dump(mode="json"), tags)
+        except tracking.TrackingError as error:
+            raise InputError(f"{error}; mend MLflow, or set tracking.enabled=false") from error
+        _write_json(record, {"tracking_uri": uri, "run_id": run_id, "keys": self._keys(), "open": True})
         return uri, run_id
 
     def _keys(self) -> dict[str, str]:
         return {item.stage.name: item.key for item in self.planned}
 
     def _is_current(self, summary: Mapping[str, Any] | None) -> bool:
-        """Whether the summary that lies there is of this very plan."""
-        return summary is not None and {stage["name"]: stage["key"] for stage in summary["stages"]} == self._keys()
+        """Whether the summary that lies there is of this very plan, and MLflow has it all."""
+        if summary is None or {stage["name"]: stage["key"] for stage in summary["stages"]} != self._keys():
+            return False
+        record = _read_json(self.folder / "mlflow.json") or {}
+        return not self.config.tracking.enabled or (record.get("keys") == self._keys() and not record["open"])
 
     def _summarise(self, outcomes: Sequence[Outcome], track: tuple[str, str] | None) -> dict[str, Any]:
         """``summary.json``."""
@@ -187,9 +208,9 @@ class Experiment:
             link = self.folder / "encoder"
             link.unlink(missing_ok=True)
             link.symlink_to(Path("train") / "encoder", target_is_directory=True)
-        summary_file = _write_summary(self.folder, summary)
+        files.append(_write_json(self.folder / "summary.json", summary))
         if track:
-            self._track(track, [*files, summary_file], folders if trained else {}, summary)
+            self._track(track, files, folders if trained else {}, summary)
 
     def _track(
         self, track: tuple[str, str], files: Sequence[Path], folders: Mapping[str, Path], summary: Mapping[str, Any]
@@ -209,7 +230,7 @@ class Experiment:
             print(f"warning: {error}; run the same command again once MLflow answers", file=sys.stderr)
             return
         record = self.folder / "mlflow.json"
-        record.write_text(json.dumps({**_read_json(record), "open": False}))
+        _write_json(record, {**_read_json(record), "open": False})
 
     def _pictures(self, folders: Mapping[str, Path], scores: Mapping[str, Any]) -> list[Path]:
         pairs = {"after": next(folders["after"].glob("pairs-*.parquet"))}
@@ -226,12 +247,12 @@ class Experiment:
 
     def _tell(self, outcomes: Sequence[Outcome], summary: Mapping[str, Any] | None) -> int:
         """Print the end of the run."""
-        out = Console(highlight=False)
+        out = _console()
         if summary is not None:
             for table in report.score_tables(summary["scores"]):
                 out.print(report.rich_table(table))
             for note in report.notes(summary["scores"]):
-                out.print(note, soft_wrap=True)
+                out.print(note)
         stages = ", ".join(
             f"{outcome.name} {outcome.status}" + (f" {outcome.seconds:.0f} s" if outcome.status == "ran" else "")
             for outcome in outcomes
@@ -243,7 +264,8 @@ class Experiment:
         out.print(f"folder   {self.folder}", soft_wrap=True)
         if summary["mlflow"]:
             uri, run_id = summary["mlflow"]["tracking_uri"], summary["mlflow"]["run_id"]
-            out.print(f"MLflow   make ui, or: mlflow ui --backend-store-uri {uri}   (run {run_id})", soft_wrap=True)
+            opened = f"make ui, or: mlflow ui --backend-store-uri {uri}" if uri.startswith("sqlite") else uri
+            out.print(f"MLflow   {opened}   (run {run_id})", soft_wrap=True)
         return 0
 
 
@@ -259,10 +281,15 @@ def _stages(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     return [{name: value for name, value in asdict(outcome).items() if name != "manifest"} for outcome in outcomes]
 
 
-def _write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
-    file = folder / "summary.json"
+def _console() -> Console:
+    """Standard output, with room for the table where it is no terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> Path:
+    """Write aside and rename, so that a crash leaves the old file or the new one."""
     aside = file.with_suffix(".tmp")
-    aside.write_text(json.dumps(summary, indent=2) + "\n")
+    aside.write_text(json.dumps(value, indent=2) + "\n")
     aside.replace(file)
     return file
 

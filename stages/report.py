@@ -14,7 +14,7 @@ from stages.tracking import read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from rich.table import Table
+    from rich.console import Group
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
 """Okabe and Ito's colours, told apart with any colour vision."""
@@ -89,16 +89,13 @@ def notes(scores: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def rich_table(table: ScoreTable) -> "Table":
+def rich_table(table: ScoreTable) -> "Group":
     """For a terminal of 80 columns: the best baseline in bold, gains in green and losses in red."""
     from rich import box
+    from rich.console import Group
     from rich.table import Table
 
-    drawn = Table(
-        title=table.title, title_justify="left", title_style="", box=box.SIMPLE, show_edge=False, padding=0
-    )  # fmt: skip
-    if table.best is not None:
-        drawn.caption, drawn.caption_justify = BEST, "left"
+    drawn = Table(box=box.SIMPLE, show_edge=False, padding=0)
     for column, name in enumerate(table.header):
         drawn.add_column(name, justify="left" if column == 0 else "right", no_wrap=True)
     for place, row in enumerate(table.rows):
@@ -107,7 +104,7 @@ def rich_table(table: ScoreTable) -> "Table":
             drawn.add_section()
             cells = [f"[{'red' if cell.startswith('-') else 'green'}]{cell}[/]" for cell in cells]
         drawn.add_row(label, *cells, style="bold" if place == table.best else "")
-    return drawn
+    return Group(table.title, drawn, *([BEST] if table.best is not None else []))    # a table's own would wrap early
 
 
 def markdown(scores: Mapping[str, Any]) -> str:
