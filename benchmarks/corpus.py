@@ -29,7 +29,7 @@ def main() -> None:
     """Parse the command line and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", help="a text file, .gz too")
-    parser.add_argument("--memory", action="store_true", help="measure on synthetic files of 0.3 and 3 million sentences")
+    parser.add_argument("--memory", action="store_true", help="on made-up files of 0.3 and 3 million sentences")
     parser.add_argument("--tokenizer", default="all-MiniLM-L6-v2")
     parser.add_argument("--max-length", type=int, default=32)
     arguments = parser.parse_args()
@@ -47,7 +47,8 @@ def main() -> None:
                 path = _synthetic(Path(folder) / f"{count}.txt", count)
                 with _fresh_ray(), _peak_memory() as peak:
                     _prepare(path, Path(folder) / f"out-{count}", arguments)
-                print(f"{count} sentences ({path.stat().st_size / 1e6:.0f} MB): peak {max(peak) / 1e6:.0f} MB", flush=True)
+                size = path.stat().st_size
+                print(f"{count} sentences ({size / 1e6:.0f} MB): peak {max(peak) / 1e6:.0f} MB", flush=True)
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def _peak_memory() -> Iterator[list[int]]:
     peak, stop = [0], threading.Event()
 
     def sample() -> None:
-        while not stop.wait(0.2):
+        while not stop.wait(1):
             total = 0
             for process in _processes():
                 try:
@@ -105,12 +106,12 @@ def _peak_memory() -> Iterator[list[int]]:
 
 
 def _synthetic(path: Path, count: int) -> Path:
-    """Distinct sentences of 6 to 20 made-up words, four to a line."""
+    """Distinct sentences of 6 to 11 made-up words, four to a line."""
     draw = random.Random(0)
     words = ["".join(draw.choices("aeioulnrstdm", k=draw.randint(2, 9))) for _ in range(20_000)]
     with path.open("w") as file:
         for at in range(count):
-            sentence = " ".join(draw.choices(words, k=draw.randint(5, 19)))
+            sentence = " ".join(draw.choices(words, k=draw.randint(5, 10)))
             file.write(f"{sentence.capitalize()} {at}." + ("\n" if at % 4 == 3 else " "))
     return path
 

@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
 
-BUFFER = 256 * 2**20                                           # bytes of chunks that may wait in the object store
+BUFFER = 32 * 2**20                                            # bytes of chunks that may wait in memory, a CPU
 
 
 def stream(
@@ -39,7 +39,7 @@ def stream(
     import ray.data
 
     # Were a reader to hold a CPU while it waits for its workers, they would never get the only free one.
-    readers = max(2, int(ray.cluster_resources().get("CPU", 1)) // 4)  # one keeps several workers busy
+    readers = max(2, _cpus() // 4)                                     # one keeps several workers busy
     reading = {"num_cpus": 0, "compute": ray.data.TaskPoolStrategy(min(readers, len(items)))}
     chunks = _numbered(items).map_batches(_Reader(items, read), batch_size=1, batch_format="pyarrow", **reading)
     return _results(chunks.map_batches(_Worker(work), batch_size=1, batch_format="pyarrow", num_cpus=1))
@@ -82,6 +82,10 @@ class _Worker:
             return _pack(error)
 
 
+def _cpus() -> int:
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
 def _pack(value: Any) -> pa.Table:
     return pa.table({"pickle": pa.array([pickle.dumps(value, protocol=5)], pa.large_binary())})
 
@@ -91,17 +95,17 @@ def _unpack(table: pa.Table) -> Any:
 
 
 def _numbered(items: Sequence[Any]) -> Any:
+    import ray.data
+
     return ray.data.from_items([{"item": at} for at in range(len(items))], override_num_blocks=len(items))
 
 
 def _results(data: Any) -> Iterator[Any]:
-    import ray.data
-
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)           # errors are raised; the rest is progress
     data.context.enable_progress_bars = False                          # stages report their own
     data.context.target_max_block_size = 1                             # one chunk, one block, one task
     options = data.context.execution_options
-    options.resource_limits = options.resource_limits.copy(object_store_memory=BUFFER)
+    options.resource_limits = options.resource_limits.copy(object_store_memory=BUFFER * _cpus())
     for batch in data.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
         result = _unpack(batch)
         if isinstance(result, InputError):                     # a value until here: Ray wraps what a task raises

@@ -68,7 +68,7 @@ def prepare_corpus(job: CorpusJob, context: Context) -> Corpus:
         writer = ShardWriter(files, tokenizer, job.max_length, context.out)
         statistics = _statistics(job.corpus, cleaned, distinct) | _write(shards, writer, progress)
     finally:
-        shutil.rmtree(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)             # after an error, tasks may still be writing there
     (context.out / "statistics.json").write_text(json.dumps(statistics, indent=2, ensure_ascii=False) + "\n")
     return Corpus(context.out, sum(shard.sentences for shard in shards))
 
@@ -95,6 +95,7 @@ def _clean(job: CorpusJob, scratch: Path, progress: Progress) -> tuple[Cleaned, 
     source = job.corpus.source
     cleaner = Cleaner(job.corpus, job.seed, _excluded(job), scratch)
     total, files = Cleaned(), list[str]()
+    progress.update(0, None, "sentences", "reading and cleaning")
     for cleaned in stream(sources.split_source(source), lambda part: sources.read_part(source, part), cleaner):
         total.add(cleaned)
         if cleaned.file:

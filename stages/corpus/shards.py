@@ -31,8 +31,8 @@ class HashRange:
 
     @staticmethod
     def cover(size: int) -> "list[HashRange]":
-        """Ranges for so many bytes of text: of 1 to 32 MB, 16 for inputs between, that several may be worked on."""
-        each = min(max(-(-size // 16), 2**20), 2**25)
+        """Ranges for so many bytes of text: of 1 to 8 MB, 16 for inputs between, that several may be worked on."""
+        each = min(max(-(-size // 16), 2**20), 2**23)
         count = -(-size // each)
         return [HashRange(index, count) for index in range(count)]
 

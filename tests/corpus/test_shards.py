@@ -6,8 +6,8 @@ import pytest
 from stages.corpus.shards import HashRange
 
 
-@pytest.mark.parametrize(("size", "count"), [(1, 1), (2**20, 1), (10 * 2**20, 10), (2**26, 16), (2**40, 2**15)])
-def test_ranges_are_of_1_to_32_megabytes(size: int, count: int) -> None:
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (2**20, 1), (10 * 2**20, 10), (2**26, 16), (2**40, 2**17)])
+def test_ranges_are_of_1_to_8_megabytes(size: int, count: int) -> None:
     assert len(HashRange.cover(size)) == count
 
 
