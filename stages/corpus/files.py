@@ -90,7 +90,7 @@ def _find_remote(kind: str, url: str) -> list[str]:
     try:
         system, path = fsspec.core.url_to_fs(url)
         found = _matching(kind, system.find(path)) if system.isdir(path) else sorted(system.glob(path))
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:                                 # each of fsspec's file systems has errors of its own
         raise InputError(f"corpus.source.path={url} cannot be read: {error}") from error
     if not found:
         raise InputError(f"corpus.source.path={url} leads to no files; a folder is searched for {_names(kind)}")
