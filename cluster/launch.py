@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import ray
 import torch
 from ray import cloudpickle
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from cluster.config import ClusterConfig
 from cluster.errors import InputError
@@ -33,7 +33,7 @@ def start_ray() -> None:
     """Join the cluster that RAY_ADDRESS names, or start Ray on this machine.
 
     Raises:
-        InputError: there is no cluster at RAY_ADDRESS, or it does not let us in.
+        InputError: there is no cluster at RAY_ADDRESS, or it does not let us in; or Ray does not start here.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -46,12 +46,15 @@ def start_ray() -> None:
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ           # then the job's working directory is the code
         code = {"working_dir": str(ROOT), "excludes": ["/runs/", "/.venv/", "/.git/"]}
         ray.init(runtime_env={} if in_job else code, **quiet)
-    except (ConnectionError, RuntimeError, RayError) as error:
-        if not _joined():
-            raise
+    except Exception as error:                                         # Ray raises bare ones, too
+        if _joined():
+            raise InputError(
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster takes us there ({_first_line(error)}); "
+                "start it, correct RAY_ADDRESS, or unset it to run on this machine"
+            ) from error
         raise InputError(
-            f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster takes us there ({_first_line(error)}); start it, "
-            "correct RAY_ADDRESS, or unset it to run on this machine"
+            f"Ray does not start on this machine ({_first_line(error)}); see /tmp/ray/session_latest/logs, "
+            "and whether other work leaves it processors, memory and disk"
         ) from error
     finally:
         if in_main_thread:

@@ -129,7 +129,7 @@ UNKNOWN_KEYS = {
     "encoder.layer_attention.inti=x": "encoder.layer_attention.inti; did you mean encoder.layer_attention.init?",
     "train.validation.paht=x": "train.validation.paht; did you mean train.validation.path?",
     "corpus.source.kind=csv corpus.source.path=x corpus.source.colums=[a]":
-        "corpus.source.colums; did you mean corpus.source.columns? (corpus.source has path, on_invalid_utf8, kind, columns",
+        "corpus.source.colums; did you mean corpus.source.columns? (corpus.source has path, ",
 }  # fmt: skip
 
 
