@@ -64,7 +64,7 @@ class PlainEngine:
 
     def load(self, folder: Path) -> None:
         """From ``folder/engine.pt``."""
-        state = torch.load(folder / "engine.pt", map_location=self.device, weights_only=True)
+        state = torch.load(folder / "engine.pt", map_location="cpu", weights_only=True)
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -109,7 +109,7 @@ class DDPEngine:
 
     def load(self, folder: Path) -> None:
         """From ``folder/engine.pt``, on every rank."""
-        state = torch.load(folder / "engine.pt", map_location=self.device, weights_only=True)
+        state = torch.load(folder / "engine.pt", map_location="cpu", weights_only=True)
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
