@@ -239,11 +239,13 @@ def test_every_kind_of_source_becomes_the_same_corpus(
         "tsv": "\n".join(["text", *lines]),
         "jsonl": "\n".join(json.dumps({"text": line}) for line in lines),
     }
+    folder = tmp_path / "source"
+    folder.mkdir()
     if kind == "parquet":
-        pq.write_table(pa.table({"text": lines}), tmp_path / "a.parquet")
+        pq.write_table(pa.table({"text": lines}), folder / "a.parquet")
     else:
         suffix = {"text": "txt", "hub": "jsonl"}.get(kind, kind)
-        write(tmp_path / f"a.{suffix}", bodies[suffix if kind == "hub" else kind])
-    found = prepare({"kind": kind, "path": str(tmp_path)})
+        write(folder / f"a.{suffix}", bodies[suffix if kind == "hub" else kind])
+    found = prepare({"kind": kind, "path": str(folder)})
     assert sorted(found.texts) == sorted(lines)
     assert found.texts[0] == "This is sentence number 8 of the corpus."    # the seed's choice, on every machine
