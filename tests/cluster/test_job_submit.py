@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -11,7 +12,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 BIN = Path(sys.executable).parent
 
+START = 300                                                    # seconds for a head that is up in ten on free cores
 PATIENCE = 900                                                 # seconds for a job that takes one minute on free cores
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(PATIENCE + 200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(START + PATIENCE)]
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,14 @@ class Head:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, each another."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Ports that nobody listens on; not of those that the system hands out, for Ray takes some only after a while."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            if port not in found and probe.connect_ex(("127.0.0.1", port)) != 0:
+                found.append(port)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,7 @@ def head() -> Iterator[Head]:
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",              # the job's `python`
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(START),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
     command = [
@@ -90,11 +95,12 @@ def head() -> Iterator[Head]:
         yield started
     finally:
         _stop(process)
+        print(log.read_text())                                 # seen where a test failed
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait_for_job_server(head: Head, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
         try:
@@ -102,7 +108,7 @@ def _wait_for_job_server(head: Head, process: subprocess.Popen[bytes], log: Path
             return
         except OSError:
             time.sleep(0.3)
-    pytest.fail(f"no job server after two minutes:\n{log.read_text()}")
+    pytest.fail(f"no job server after {START} s:\n{log.read_text()}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -110,7 +116,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.terminate()                                        # with --block, it takes its daemons along
     with suppress(subprocess.TimeoutExpired):
-        process.wait(20)
+        process.wait(5)
     for left in [process, *psutil.wait_procs(started, timeout=3)[1]]:
         with suppress(psutil.NoSuchProcess):
             left.kill()
