@@ -12,7 +12,8 @@ TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
 install: $(VENV)/.installed
 
 # Torch comes first, since DeepSpeed's build imports it: a CPU build where there is no GPU, from pip if it knows one
-# and else through uv, which picks the build that fits the machine.
+# and else through uv, which picks the build that fits the machine. DeepSpeed compiles nothing at installation;
+# DS_ACCELERATOR keeps its set-up from asking for a CUDA compiler.
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"error: {sys.executable} is Python {v}; use 3.11 or newer: make PYTHON=python3.11")'
 	@echo "installing into $(VENV); about 2 GB and a few minutes the first time"
@@ -21,7 +22,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 		$(PIP) install --quiet uv && \
 		$(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend=auto "torch==$(TORCH)"; fi
 	$(PIP) install --quiet --constraint constraints.txt setuptools wheel packaging ninja
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation deepspeed
+	DS_ACCELERATOR=cpu $(PIP) install --quiet --constraint constraints.txt --no-build-isolation deepspeed
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 

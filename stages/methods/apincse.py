@@ -10,8 +10,8 @@ from torch import Tensor
 from cluster.errors import InputError
 from cluster.queue import Queue
 from cluster.world import World
-from stages.encoder import Encoder, Layers
-from stages.methods.base import MLP, Batch, Method, Metrics, TrainOnlyMLP, own_rows, two_views
+from stages.encoder import Encoder, Encoding, Layers
+from stages.methods.base import MLP, Batch, Method, Metrics, TrainOnlyMLP, full_precision, own_rows, two_views
 from stages.methods.functional import (
     augmented_positives,
     hard_negative_info_nce,
@@ -90,8 +90,12 @@ class APINCSE(Method):
 
     def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
         """The weighted sum of the three losses of this worker's anchors, against the global batch."""
-        config = self.config
         first, second = two_views(self.encoder, batch)
+        with full_precision(first.embedding.device):
+            return self._loss(first, second, world)
+
+    def _loss(self, first: Encoding, second: Encoding, world: World) -> tuple[Tensor, Metrics]:
+        config = self.config
         raw_positives = self._head(second.embedding)
         anchors = F.normalize(self._head(first.embedding), dim=-1)
         positives = F.normalize(raw_positives, dim=-1)

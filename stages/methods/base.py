@@ -72,6 +72,11 @@ def two_views(encoder: Encoder, batch: Batch) -> tuple[Encoding, Encoding]:
     )
 
 
+def full_precision(device: torch.device) -> torch.autocast:
+    """Leave autocast: cosines divided by a temperature of 0.05 need more digits than bf16 has."""
+    return torch.autocast(device.type, enabled=False)
+
+
 def own_rows(world: World, n: int, device: torch.device) -> Tensor:
     """(n,) int64, where this worker's n rows lie in a gathered tensor."""
     return world.rank * n + torch.arange(n, device=device)

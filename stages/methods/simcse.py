@@ -7,8 +7,8 @@ from pydantic import BaseModel, PositiveFloat
 from torch import Tensor
 
 from cluster.world import World
-from stages.encoder import Encoder
-from stages.methods.base import MLP, Batch, Method, Metrics, TrainOnlyMLP, own_rows, two_views
+from stages.encoder import Encoder, Encoding
+from stages.methods.base import MLP, Batch, Method, Metrics, TrainOnlyMLP, full_precision, own_rows, two_views
 from stages.methods.functional import info_nce
 
 
@@ -38,6 +38,10 @@ class SimCSE(Method):
     def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
         """Cross-entropy of this worker's anchors against the gathered second views."""
         first, second = two_views(self.encoder, batch)
+        with full_precision(first.embedding.device):
+            return self._loss(first, second, world)
+
+    def _loss(self, first: Encoding, second: Encoding, world: World) -> tuple[Tensor, Metrics]:
         anchors, positives = (F.normalize(self._head(view.embedding), dim=-1) for view in (first, second))
         targets = own_rows(world, len(anchors), anchors.device)
         loss = info_nce(anchors, world.gather(positives), targets, self.config.temperature)
