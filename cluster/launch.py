@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -41,8 +42,9 @@ def start_ray() -> None:
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if not _joined():
-            ray.init(include_dashboard=False, **quiet)
+            ray.init(address="local", include_dashboard=False, **quiet)    # not some head that runs here, too
             return
+        _knock(os.environ["RAY_ADDRESS"])
         in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ           # then the job's working directory is the code
         code = {"working_dir": str(ROOT), "excludes": ["/runs/", "/.venv/", "/.git/"]}
         ray.init(runtime_env={} if in_job else code, **quiet)
@@ -61,9 +63,20 @@ def start_ray() -> None:
             signal.signal(signal.SIGTERM, on_terminate)                # Ray puts its own in place
 
 
+def _knock(address: str) -> None:
+    """See that somebody listens; Ray itself would try for many minutes.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():                                        # it may be `auto`, too
+        socket.create_connection((host, int(port)), timeout=20).close()
+
+
 def _joined() -> bool:
     """Whether the cluster is another's, to which nodes may be added, rather than this machine alone."""
-    return "RAY_ADDRESS" in os.environ
+    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def _first_line(error: BaseException) -> str:
@@ -82,15 +95,25 @@ def uses_gpu(config: ClusterConfig) -> bool:
     return config.device == "gpu"
 
 
+def with_device(config: ClusterConfig) -> ClusterConfig:
+    """The config with ``auto`` replaced by what this cluster has, for processes that see only their own machine."""
+    return config.model_copy(update={"device": "gpu" if uses_gpu(config) else "cpu"})
+
+
 def cpus_per_worker(config: ClusterConfig) -> int:
-    """Cores of one training worker: as configured, or an equal share of the cluster's (4 beside a GPU)."""
+    """Cores of one training worker: as configured; or 4 beside a GPU; or as many as let all workers find room."""
     if config.cpus_per_worker != "auto":
         return config.cpus_per_worker
-    return 4 if uses_gpu(config) else max(1, int(ray.cluster_resources().get("CPU", 1)) // config.workers)
+    if uses_gpu(config):
+        return 4
+    share = max(1, int(ray.cluster_resources().get("CPU", 1)) // config.workers)
+    return next((cpus for cpus in range(share, 1, -1) if _has_room({"CPU": cpus}, config.workers)), 1)
 
 
 def check_room(config: ClusterConfig) -> None:
     """Make sure that all workers fit on the cluster, nodes that an autoscaler adds in time included.
+
+    Without training, one worker's room is enough: ``config`` has ``workers=1`` then.
 
     Raises:
         InputError: they do not, after ``placement_timeout`` seconds.
@@ -177,7 +200,7 @@ def map_tasks(function: Callable[[Item], Result], items: Sequence[Item], config:
     if not ray.is_initialized():
         yield from map(function, items)
         return
-    remote = _call.options(num_cpus=1, num_gpus=1 if uses_gpu(config) else 0)
+    remote = _call_on_gpu if uses_gpu(config) else _call
     in_flight: deque[Any] = deque()
     waiting = iter(items)
     room = 2 * int(ray.cluster_resources().get("CPU", 1))              # more would only fill the queue
@@ -198,9 +221,15 @@ def map_tasks(function: Callable[[Item], Result], items: Sequence[Item], config:
 _END: Any = object()
 
 
-@ray.remote(max_retries=3)  # type: ignore[untyped-decorator]
+@ray.remote(num_cpus=1, max_retries=3)  # type: ignore[untyped-decorator]
 def _call(function: Callable[[Any], Any], item: Any) -> Any:
     torch.set_num_threads(1)
+    return function(item)
+
+
+# A process that has used one GPU stays with it, and keeps its memory: so each call has a process of its own.
+@ray.remote(num_cpus=1, num_gpus=1, max_calls=1, max_retries=3)  # type: ignore[untyped-decorator]
+def _call_on_gpu(function: Callable[[Any], Any], item: Any) -> Any:
     return function(item)
 
 
@@ -227,16 +256,19 @@ def train_on_workers(
 
     on_gpu = uses_gpu(config)
     failure = storage / f"{name}.failure"
+    storage.mkdir(parents=True, exist_ok=True)
     trainer = TorchTrainer(
         _train_worker,
         train_loop_config={
             "function": function, "payload": payload, "threads": cpus_per_worker(config), "workers": config.workers,
-            "failure": failure,
+            "failure": failure, "on_gpu": on_gpu,
         },
         scaling_config=ScalingConfig(
             num_workers=config.workers, use_gpu=on_gpu, resources_per_worker=worker_resources(config)
         ),
-        torch_config=TorchConfig(backend="nccl" if on_gpu else "gloo", timeout_s=int(config.collective_timeout)),
+        torch_config=TorchConfig(
+            backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout_s=int(config.collective_timeout)
+        ),
         run_config=RunConfig(
             name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=config.max_failures)
         ),
@@ -259,6 +291,15 @@ def _train_worker(arguments: dict[str, Any]) -> None:
     failure: Path = arguments["failure"]
     if failure.exists():
         return
+    if not failure.parent.is_dir():
+        raise InputError(
+            f"{failure.parent} does not exist on {socket.gethostname()}; root must be a folder that all nodes of the "
+            "cluster share"
+        )
+    if arguments["on_gpu"]:
+        from ray.train.torch import get_device
+
+        torch.cuda.set_device(get_device())
     torch.set_num_threads(arguments["threads"])
     world: World = TorchWorld() if arguments["workers"] > 1 else Solo()
     try:
