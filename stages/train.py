@@ -118,6 +118,8 @@ def train(job: TrainJob, corpus: Corpus, context: Context) -> TrainedEncoder:
         )
     name = f"{context.out.name}-{time.time_ns()}"              # a name used before would resume a finished run
     records = context.out / "ray"
+    workers = context.cluster.workers
+    context.progress.update(0, None, "steps", "starting a worker" if workers == 1 else f"starting {workers} workers")
     train_on_workers(train_worker, Task(job, corpus.folder, context), context.cluster, name, records)
     shutil.rmtree(records, ignore_errors=True)
     shutil.rmtree(context.out / "checkpoints", ignore_errors=True)
@@ -128,6 +130,7 @@ def train(job: TrainJob, corpus: Corpus, context: Context) -> TrainedEncoder:
 def train_worker(task: Task, world: World) -> None:
     """The training loop, run by every worker alike."""
     config, out = task.job.train, task.context.out
+    _tell(task, world, "loading encoder and sentences")
     run = Run.prepare(task, world)
     position = run.resume()
     if position.step == 0:
@@ -284,6 +287,7 @@ class Run:
         if newest is None:
             if self.world.rank == 0:
                 (self.task.context.out / "metrics.jsonl").unlink(missing_ok=True)
+            _tell(self.task, self.world, "validating before the first step")
             return Position()
         folder = Path(newest)
         position = Position(**json.loads((folder / "position.json").read_text()))
@@ -300,6 +304,7 @@ class Run:
             _drop_later_lines(self.task.context.out / "metrics.jsonl", position.step)
             log.info("going on from step %d", position.step)
         self.logged = (position.step, time.monotonic() - self.started)
+        _tell(self.task, self.world, f"going on from step {position.step}")
         return position
 
     def finish(self, out: Path, position: Position) -> None:
@@ -309,6 +314,12 @@ class Run:
             (out / "best.json").write_text(json.dumps(best))
             self.live.close()
         self.world.barrier()
+
+
+def _tell(task: Task, world: World, note: str) -> None:
+    """Say what takes time before there are steps to count."""
+    if world.rank == 0:
+        task.context.progress.update(0, None, "steps", note)
 
 
 def _checkpoints(out: Path) -> Iterator[Path]:
