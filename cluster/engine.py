@@ -24,7 +24,7 @@ class Engine(Protocol):
         ...
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights in float32 on the CPU, whole on every rank; every rank calls it."""
+        """A copy of all weights in float32 on the CPU, whole on every rank; every rank calls it."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class PlainEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """The state dict."""
-        return {name: value.detach().float().cpu() for name, value in self.module.state_dict().items()}
+        return _copied(self.module)
 
     def save(self, folder: Path) -> None:
         """``folder/engine.pt``."""
@@ -72,11 +72,19 @@ class PlainEngine:
 class DDPEngine:
     """DistributedDataParallel, prepared by Accelerate; bf16 is autocast with float32 weights."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, clipping: float, world: World, bf16: bool):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clipping: float,
+        world: World,
+        on_gpu: bool,
+        bf16: bool,
+    ) -> None:
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
         self._accelerator = Accelerator(
-            cpu=not torch.cuda.is_available(),
+            cpu=not on_gpu,
             mixed_precision="bf16" if bf16 else "no",
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
@@ -99,7 +107,7 @@ class DDPEngine:
 
     def weights(self) -> dict[str, Tensor]:
         """The state dict: every rank holds it whole."""
-        return {name: value.detach().float().cpu() for name, value in self.module.state_dict().items()}
+        return _copied(self.module)
 
     def save(self, folder: Path) -> None:
         """``folder/engine.pt``, by rank 0."""
@@ -123,11 +131,12 @@ class DeepSpeedEngine:
         optimizer: torch.optim.Optimizer,
         clipping: float,
         world: World,
+        on_gpu: bool,
         bf16: bool,
         stage: int,
         micro_batch_size: int,
     ) -> None:
-        os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+        os.environ["DS_ACCELERATOR"] = "cuda" if on_gpu else "cpu"
         import deepspeed
         from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -163,16 +172,12 @@ class DeepSpeedEngine:
         return float("nan") if norm is None else float(norm)
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights; under ZeRO-3 gathered from all ranks."""
-        return {name: value.detach().float().cpu().clone() for name, value in self._gathered_state()}
-
-    def _gathered_state(self) -> list[tuple[str, Tensor]]:
+        """The state dict; under ZeRO-3 gathered from all ranks."""
         import deepspeed
 
         parameters = list(self.module.parameters())
-        gathered = deepspeed.zero.GatheredParameters(parameters) if self.stage == 3 else nullcontext()
-        with gathered:
-            return [(name, value.detach().clone()) for name, value in self.module.state_dict().items()]
+        with deepspeed.zero.GatheredParameters(parameters) if self.stage == 3 else nullcontext():
+            return _copied(self.module)
 
     def save(self, folder: Path) -> None:
         """DeepSpeed's checkpoint, each rank its shard."""
@@ -180,7 +185,13 @@ class DeepSpeedEngine:
 
     def load(self, folder: Path) -> None:
         """From DeepSpeed's checkpoint of the same number of workers."""
-        self.model.load_checkpoint(str(folder), tag="engine")
+        loaded, _ = self.model.load_checkpoint(str(folder), tag="engine")
+        if loaded is None:
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
+
+
+def _copied(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.to("cpu", torch.float32, copy=True) for name, value in module.state_dict().items()}
 
 
 def set_learning_rate(optimizer: Any, learning_rate: float) -> None:
@@ -207,8 +218,9 @@ def build_engine(
         world: the ranks that train together.
         micro_batch_size: sentences a rank sees at each step.
     """
-    on_gpu = torch.cuda.is_available() and config.device != "cpu"
+    on_gpu = config.device == "gpu" or (config.device == "auto" and torch.cuda.is_available())
     bf16 = config.precision == "bf16" or (config.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported())
     if config.strategy == "ddp":
-        return DDPEngine(module, optimizer, clipping, world, bf16)
-    return DeepSpeedEngine(module, optimizer, clipping, world, bf16, int(config.strategy[-1]), micro_batch_size)
+        return DDPEngine(module, optimizer, clipping, world, on_gpu, bf16)
+    stage = int(config.strategy[-1])
+    return DeepSpeedEngine(module, optimizer, clipping, world, on_gpu, bf16, stage, micro_batch_size)

@@ -34,6 +34,7 @@ class Stage:
     reads: Mapping[str, Sequence[str]] = field(default_factory=dict)   # what the config calls some local data -> its
                                                                # files and folders; their content enters the key
     also: str = ""                                             # whatever else decides the result
+    indifferent: tuple[str, ...] = ()                          # dotted fields of the config that do not
     version: int = 1                                           # raise it when the code's results change
     cpus: float = 0.0                                          # of the stage's own process; its tasks and workers
                                                                # claim theirs beside it
@@ -99,7 +100,7 @@ def plan(
     for name in order.static_order():
         stage = by_name[name]
         sources = {called: digests.of(paths) for called, paths in stage.reads.items() if paths}   # none: it is remote
-        config = stage.config.model_dump(mode="json")
+        config = _without(stage.config.model_dump(mode="json"), stage.indifferent)
         decisive = sources | ({"also": stage.also} if stage.also else {})
         key = stage_key(name, stage.version, config, decisive, [planned[need].key for need in stage.needs])
         entry = store.entry(name, key)
@@ -122,6 +123,17 @@ def _is_made_of(entry: Entry, results: Mapping[str, str]) -> bool:
     if manifest is None or entry.partial.is_dir():
         return False
     return all(manifest["inputs"].get(need) == result for need, result in results.items())
+
+
+def _without(config: dict[str, Any], dotted: Iterable[str]) -> dict[str, Any]:
+    """The config less some of its fields."""
+    for field_path in dotted:
+        *parents, last = field_path.split(".")
+        inner = config
+        for parent in parents:
+            inner = inner[parent]
+        del inner[last]
+    return config
 
 
 def _with_needs(name: str, by_name: Mapping[str, Stage]) -> set[str]:

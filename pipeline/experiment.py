@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.errors import InputError
-from cluster.launch import check_room, start_ray, stop_ray
+from cluster.launch import check_room, start_ray, stop_ray, with_device
 from pipeline.config import Config
 from pipeline.dag import Outcome, StageError, execute, plan
 from pipeline.display import Display
@@ -118,19 +118,22 @@ class Experiment:
         print(f"{self.config.name}: starting Ray", file=sys.stderr)
         start_ray()
         try:
-            if any(item.stage.name == "train" and not item.cached for item in self.planned):
-                check_room(self.config.cluster)
+            trains = any(item.stage.name == "train" and not item.cached for item in self.planned)
+            check_room(self.config.cluster if trains else self.config.cluster.model_copy(update={"workers": 1}))
             yield
         finally:
             stop_ray()
 
     def _execute(self, track: tuple[str, str] | None) -> list[Outcome]:
         self._link({item.stage.name: item.entry.partial for item in self.planned if not item.cached})
+        cluster = self.config.cluster
+        if any(not item.cached for item in self.planned):
+            cluster = with_device(cluster)
         with Display() as display:
             return execute(
                 self.planned,
                 self.store,
-                lambda folder: Context(out=folder, cluster=self.config.cluster, tracking=track),
+                lambda folder: Context(out=folder, cluster=cluster, tracking=track),
                 display,
             )
 

@@ -13,6 +13,9 @@ from stages.evaluate.evaluate import EvaluateJob, evaluate
 from stages.evaluate.sts import SAMPLE_FILE, check_evaluation
 from stages.train import TrainConfig, TrainJob, check_train, train
 
+BASELINES = ("evaluate.baseline_poolings",)                    # an EvaluateJob names the poolings to score itself
+BOOKKEEPING = ("train.log_every", "train.checkpoint_every")    # change no weight
+
 
 def graph(config: Config) -> tuple[Stage, ...]:
     """The stages of one experiment, every input checked before anything runs.
@@ -30,7 +33,7 @@ def graph(config: Config) -> tuple[Stage, ...]:
         job = EvaluateJob(
             evaluate=config.evaluate, encoder=config.encoder.name, poolings=(config.encoder.pooling,)
         )
-        return (Stage("after", evaluate, job, reads=scored | encoder),)
+        return (Stage("after", evaluate, job, reads=scored | encoder, indifferent=BASELINES),)
     return (
         _corpus(config),
         _train(config, config.train, config.cluster),
@@ -43,6 +46,7 @@ def graph(config: Config) -> tuple[Stage, ...]:
                 poolings=config.evaluate.baseline_poolings,
             ),
             reads=scored | encoder,
+            indifferent=BASELINES,
         ),
         Stage(
             "after",
@@ -50,6 +54,7 @@ def graph(config: Config) -> tuple[Stage, ...]:
             EvaluateJob(evaluate=config.evaluate, encoder=None, poolings=(config.encoder.pooling,)),
             needs=("train",),
             reads=scored,
+            indifferent=BASELINES,
         ),
     )
 
@@ -60,7 +65,7 @@ def _corpus(config: Config) -> Stage:
         tokenizer=config.encoder.name,
         max_length=config.encoder.max_length,
         seed=config.seed,
-        exclude=config.evaluate.data,
+        exclude=config.evaluate.data if config.corpus.exclude_evaluation else None,
     )
     source = config.corpus.source
     reads = {getattr(source, "path", source.kind): check_source(config.corpus), **_encoder_files(config.encoder.name)}
@@ -71,10 +76,12 @@ def _corpus(config: Config) -> Stage:
 
 
 def _train(config: Config, settings: TrainConfig, cluster: ClusterConfig) -> Stage:
-    job = TrainJob(train=settings, encoder=config.encoder, evaluation_data=config.evaluate.data, seed=config.seed)
+    data = None if settings.validation else config.evaluate.data
+    job = TrainJob(train=settings, encoder=config.encoder, evaluation_data=data, seed=config.seed)
     validation = settings.validation.path if settings.validation else config.evaluate.data or GRADED_SAMPLE
     reads = {validation: check_train(job, cluster), **_encoder_files(config.encoder.name)}
-    return Stage("train", train, job, needs=("corpus",), reads=reads)
+    precision = "" if cluster.precision == "auto" else cluster.precision
+    return Stage("train", train, job, ("corpus",), reads, also=precision, indifferent=BOOKKEEPING)
 
 
 def _encoder_files(name: str) -> dict[str, list[str]]:
