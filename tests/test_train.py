@@ -1,0 +1,261 @@
+"""The training loop on real engines: what it writes, what it keeps, and that stopping it changes nothing."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.config import ClusterConfig
+from cluster.errors import InputError
+from cluster.world import Solo, World
+from stages.artifacts import Corpus
+from stages.context import Context
+from stages.encoder import Encoder, EncoderConfig, load_tokenizer
+from stages.evaluate.validation import Validation, ValidationFile
+from stages.methods.apincse import APINCSEConfig
+from stages.train import Run, Task, TrainConfig, TrainJob, check_train, learning_rate, train, train_worker
+from tests import tiny
+from tests.processes import in_processes
+
+SPEED = "sentences_per_second"
+LONG = {"steps": 14, "eval_every": 4, "checkpoint_every": 4, "log_every": 1}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny.save_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.fixture
+def job(bert: str, tmp_path: Path) -> TrainJob:
+    """With dropout, and a queue that is full at step 3 and goes round."""
+    method = APINCSEConfig(name="apincse", queue_length=20, neighbours=4)
+    validation = ValidationFile(path=tiny.scored_pairs(tmp_path / "pairs.jsonl"))
+    config = TrainConfig(method=method, batch_size=8, learning_rate=1e-3, dropout=0.1, validation=validation)
+    encoder = EncoderConfig(name=bert, max_length=16)
+    return TrainJob(train=config, encoder=encoder, evaluation_data=None, seed=0)
+
+
+def with_train(job: TrainJob, **changes: Any) -> TrainJob:
+    return job.model_copy(update={"train": job.train.model_copy(update=changes)})
+
+
+def task(job: TrainJob, out: Path, sentences: int = 100, workers: int = 1, strategy: str = "ddp") -> Task:
+    folder = out.parent / f"corpus-{sentences}"
+    if not folder.exists():
+        tiny.corpus(folder, sentences)
+    out.mkdir(exist_ok=True)
+    return Task(job, folder, Context(out, ClusterConfig(workers=workers, strategy=strategy, device="cpu")))
+
+
+def run(world: World, task: Task, die_after: int | None = None, die_in_checkpoint: int | None = None) -> Any:
+    """``train_worker``, of which the last rank may be killed; returns the weights at the end."""
+    with pytest.MonkeyPatch.context() as patch:
+        last = world.rank == world.size - 1
+        kept: dict[str, torch.Tensor] = {}
+
+        def log_step(self: Run, step: int, *others: Any) -> None:
+            Run_log_step(self, step, *others)
+            if last and step == die_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def save(self: Run, position: Any) -> None:
+            if last and position.step == die_in_checkpoint:
+                self.engine.save = lambda _folder: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            Run_save(self, position)
+
+        def finish(self: Run, *others: Any) -> None:
+            kept.update(self.engine.weights())
+            Run_finish(self, *others)
+
+        Run_log_step, Run_save, Run_finish = Run.log_step, Run.save, Run.finish
+        patch.setattr(Run, "log_step", log_step)
+        patch.setattr(Run, "save", save)
+        patch.setattr(Run, "finish", finish)
+        train_worker(task, world)
+        return kept
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_speed(out: Path) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name != SPEED} for line in lines(out)]
+
+
+def best(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "best.json").read_text())
+    return found
+
+
+def test_a_run_logs_steps_and_validations_as_they_come(job: TrainJob, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    in_processes(1, run, task(with_train(job, steps=7, log_every=3, eval_every=3, warmup=0.5), out))
+    logged = [line for line in lines(out) if "loss" in line]
+    validated = [line for line in lines(out) if "validation_spearman" in line]
+    assert [line["step"] for line in logged] == [3, 6, 7]
+    assert [line["step"] for line in validated] == [0, 3, 6, 7]
+    for line in logged:
+        assert line["learning_rate"] == learning_rate(line["step"] - 1, 7, 1e-3, 0.5)
+        assert {"loss_instance", "loss_negative", "positive_cosine", "negative_cosine", "queue_fill"} <= line.keys()
+        assert {"gradient_norm", SPEED, "negative_layer/1", "negative_layer/3"} <= line.keys()
+        parts = line["loss_instance"] + line["loss_negative"] + line.get("loss_augmented", 0)
+        assert line["loss"] == pytest.approx(parts, rel=1e-5)
+    assert [line["queue_fill"] for line in logged] == [1.0, 1.0, 1.0]
+    scores = [line["validation_spearman"] for line in validated[1:]]
+    assert [line["best_validation_spearman"] for line in validated[1:]] == [max(scores[:n]) for n in (1, 2, 3)]
+    assert json.loads((out / "progress.json").read_text())["done"] == 7
+
+
+def test_the_learning_rate_rises_and_falls_linearly() -> None:
+    assert [learning_rate(step, 4, 1.0, 0.0) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    rates = [learning_rate(step, 10, 1.0, 0.4) for step in range(10)]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    assert all(0 < learning_rate(step, 5, 1.0, 1.0) <= 1 for step in range(5))
+
+
+def test_epochs_are_counted_in_whole_batches(job: TrainJob, tmp_path: Path) -> None:
+    in_processes(1, run, task(with_train(job, epochs=2, eval_every=100), tmp_path / "out", sentences=30))
+    assert lines(tmp_path / "out")[-1]["step"] == 6
+
+
+def score(folder: Path, job: TrainJob) -> float:
+    assert job.train.validation is not None
+    validation = Validation.read(job.train.validation, None, load_tokenizer(str(folder)), 16)
+    return validation.spearman(Encoder.load(str(folder)), torch.device("cpu"), Solo())
+
+
+def test_the_weights_that_validate_best_are_kept_and_patience_ends_the_run(job: TrainJob, tmp_path: Path) -> None:
+    out = tmp_path / "out"                                     # the rate rises until it destroys the encoder
+    job = with_train(job, steps=60, eval_every=2, patience=3, warmup=1.0, learning_rate=0.5)
+    in_processes(1, run, task(job, out))
+    validated = [line for line in lines(out) if line["step"] and "validation_spearman" in line]
+    scores = [line["validation_spearman"] for line in validated]
+    assert best(out)["best_score"] == max(scores)
+    assert best(out)["best_step"] == validated[scores.index(max(scores))]["step"]
+    assert validated[-1]["step"] == best(out)["best_step"] + 3 * 2 < 60
+    assert score(out / "encoder", job) == pytest.approx(max(scores), abs=0.1) != scores[-1]
+
+
+def assert_stopped_and_resumed_alike(
+    job: TrainJob, tmp_path: Path, workers: int = 1, strategy: str = "ddp", **stop: int
+) -> None:
+    """A run that was killed and started again ends, bit for bit, as one that never stopped."""
+    whole = task(with_train(job, **LONG), tmp_path / "whole", 100, workers, strategy)
+    stopped = task(with_train(job, **LONG), tmp_path / "stopped", 100, workers, strategy)
+    wanted = in_processes(workers, run, whole)
+    with pytest.raises((ChildProcessError, RuntimeError)):     # the killed rank's, or what its peers then raise
+        in_processes(workers, run, stopped, *(stop.get(name) for name in ("die_after", "die_in_checkpoint")))
+    assert not (stopped.context.out / "best.json").exists()
+    found = in_processes(workers, run, stopped)
+    for rank in range(workers):
+        assert found[rank].keys() == wanted[rank].keys()
+        assert [name for name in wanted[rank] if not torch.equal(found[rank][name], wanted[rank][name])] == []
+    assert without_speed(stopped.context.out) == without_speed(whole.context.out)
+    assert best(stopped.context.out) == best(whole.context.out)
+    for file in ("model.safetensors", "pooling.safetensors"):
+        paths = [each.context.out / "encoder" / file for each in (stopped, whole)]
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("workers", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "zero2"), (2, "zero3")])
+def test_a_killed_run_goes_on_as_if_never_stopped(
+    workers: int, strategy: str, job: TrainJob, tmp_path: Path
+) -> None:
+    assert_stopped_and_resumed_alike(job, tmp_path, workers, strategy, die_after=10)
+
+
+@pytest.mark.cluster
+def test_a_checkpoint_cut_short_is_not_taken_for_one(job: TrainJob, tmp_path: Path) -> None:
+    assert_stopped_and_resumed_alike(job, tmp_path, workers=2, die_in_checkpoint=8)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(job: TrainJob, tmp_path: Path) -> None:
+    assert_stopped_and_resumed_alike(job, tmp_path, die_after=3)
+
+
+def test_a_line_of_metrics_cut_short_by_a_kill_comes_again(job: TrainJob, tmp_path: Path) -> None:
+    whole, stopped = (task(with_train(job, **LONG), tmp_path / name) for name in ("whole", "stopped"))
+    in_processes(1, run, whole)
+    with pytest.raises(ChildProcessError):
+        in_processes(1, run, stopped, 10)
+    with (stopped.context.out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "lo')
+    in_processes(1, run, stopped)
+    assert without_speed(stopped.context.out) == without_speed(whole.context.out)
+
+
+def test_the_two_newest_checkpoints_are_kept(job: TrainJob, tmp_path: Path) -> None:
+    here = task(with_train(job, steps=9, checkpoint_every=2, eval_every=100), tmp_path / "out")
+    in_processes(1, run, here)
+    assert sorted(folder.name for folder in (here.context.out / "checkpoints").iterdir()) == [
+        "step-00000006", "step-00000008",
+    ]
+
+
+@pytest.mark.cluster
+def test_a_checkpoint_of_other_workers_or_another_strategy_is_refused(job: TrainJob, tmp_path: Path) -> None:
+    job = with_train(job, **LONG)
+    with pytest.raises((ChildProcessError, RuntimeError)):
+        in_processes(2, run, task(job, tmp_path / "out", workers=2), 5)
+    with pytest.raises(InputError) as error:
+        in_processes(1, run, task(job, tmp_path / "out"))
+    assert "was written by 2 workers under ddp, not by 1 under ddp; set them back" in str(error.value)
+    assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="not by 2 under zero2"):
+        in_processes(2, run, task(job, tmp_path / "out", workers=2, strategy="zero2"))
+    in_processes(2, run, task(job, tmp_path / "out", workers=2))
+
+
+def test_a_corpus_smaller_than_a_batch_is_refused(job: TrainJob, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has 7 sentences, fewer than train\.batch_size=8"):
+        train(job, Corpus(tmp_path, 7), Context(tmp_path))
+
+
+def refusal(job: TrainJob, **cluster: Any) -> str:
+    with pytest.raises(InputError) as error:
+        check_train(job, ClusterConfig(**cluster))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_job_that_can_run_names_its_validation_file(job: TrainJob) -> None:
+    assert job.train.validation is not None
+    assert check_train(job, ClusterConfig(workers=2)) == [job.train.validation.path]
+
+
+def test_a_batch_that_does_not_split_over_the_workers_is_refused(job: TrainJob) -> None:
+    assert "train.batch_size=8 does not split over cluster.workers=3; use a multiple of 3" in refusal(job, workers=3)
+
+
+def test_more_tokens_than_the_encoder_has_positions_are_refused(job: TrainJob) -> None:
+    longer = job.model_copy(update={"encoder": job.encoder.model_copy(update={"max_length": 17})})
+    assert "encoder.max_length=17 is more than the 16 positions" in refusal(longer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"queue_length": 7}, "queue_length=7 is shorter than train.batch_size=8"),
+        ({"queue_length": 16, "neighbours": 16}, "neighbours=16 is not less than"),
+        ({"negative_layer": 4}, "may be argmax or 1 to 3"),
+    ],
+)
+def test_what_the_method_cannot_mean_is_refused(options: dict[str, Any], message: str, job: TrainJob) -> None:
+    assert message in refusal(with_train(job, method=APINCSEConfig(name="apincse", **options)))
+
+
+def test_an_encoder_of_two_layers_is_refused(job: TrainJob, tmp_path: Path) -> None:
+    shallow = job.encoder.model_copy(update={"name": tiny.save_bert(tmp_path / "shallow", depth=2)})
+    assert "has 2 layers; APINCSE needs at least 3" in refusal(job.model_copy(update={"encoder": shallow}))
+
+
+def test_a_validation_file_that_is_missing_is_refused(job: TrainJob, tmp_path: Path) -> None:
+    gone = ValidationFile(path=str(tmp_path / "gone.jsonl"))
+    assert "gone.jsonl" in refusal(with_train(job, validation=gone))
