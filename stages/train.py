@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from cluster.launch import train_on_workers
 from cluster.world import World
 from stages.artifacts import Corpus, TrainedEncoder
 from stages.batches import TokenisedSentences, global_rows, own_share, to_device
-from stages.context import Context
+from stages.context import Context, Progress
 from stages.encoder import Encoder, EncoderConfig, check_encoder, load_tokenizer, max_positions
 from stages.evaluate.validation import Validation, ValidationFile, validation_files
 from stages.methods.apincse import APINCSEConfig
@@ -116,20 +117,23 @@ def train(job: TrainJob, corpus: Corpus, context: Context) -> TrainedEncoder:
             f"the corpus has {corpus.sentences} sentences, fewer than train.batch_size={job.train.batch_size}; "
             f"add text or lower the batch size"
         )
-    name = f"{context.out.name}-{time.time_ns()}"              # a name used before would resume a finished run
-    records = context.out / "ray"
-    workers = context.cluster.workers
-    context.progress.update(0, None, "steps", "starting a worker" if workers == 1 else f"starting {workers} workers")
-    train_on_workers(train_worker, Task(job, corpus.folder, context), context.cluster, name, records)
-    shutil.rmtree(records, ignore_errors=True)
-    shutil.rmtree(context.out / "checkpoints", ignore_errors=True)
-    result = json.loads((context.out / "best.json").read_text())
+    finished = context.out / "best.json"
+    if not finished.is_file():                                 # else it ended just before it could be committed
+        name = f"{context.out.name}-{time.time_ns()}"          # a name used before would resume a finished run
+        records = context.out / "ray"
+        workers = context.cluster.workers
+        note = "starting a worker" if workers == 1 else f"starting {workers} workers"
+        context.progress.update(0, None, "steps", note)
+        train_on_workers(train_worker, Task(job, corpus.folder, context), context.cluster, name, records)
+        shutil.rmtree(records, ignore_errors=True)
+        shutil.rmtree(context.out / "checkpoints", ignore_errors=True)
+    result = json.loads(finished.read_text())
     return TrainedEncoder(context.out, result["best_step"], result["best_score"])
 
 
 def train_worker(task: Task, world: World) -> None:
     """The training loop, run by every worker alike."""
-    config, out = task.job.train, task.context.out
+    config = task.job.train
     _tell(task, world, "loading encoder and sentences")
     run = Run.prepare(task, world)
     position = run.resume()
@@ -144,13 +148,26 @@ def train_worker(task: Task, world: World) -> None:
         loss, metrics = run.engine.model(batch, world)
         rate = learning_rate(step, run.steps, config.learning_rate, config.warmup)
         norm = run.engine.step(loss, rate)
+        require_finite(norm, step + 1)
         position.step = step + 1
         run.log_step(position.step, metrics, rate, norm)
         if position.step % config.eval_every == 0 or position.step == run.steps:
             run.keep_if_best(position, run.validate())
         if position.step % config.checkpoint_every == 0 and position.step < run.steps:
             run.save(position)
-    run.finish(out, position)
+    run.finish(position)
+
+
+def require_finite(norm: float, step: int) -> None:
+    """Stop before a gradient that is no number has spoilt the weights for long.
+
+    Raises:
+        FloatingPointError: with what may help.
+    """
+    if not math.isfinite(norm):
+        raise FloatingPointError(
+            f"the gradient of step {step} is not finite; lower train.learning_rate, or set cluster.precision=fp32"
+        )
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
@@ -174,8 +191,10 @@ class Run:
     pad: int
     steps: int
     live: LiveMetrics
+    progress: Progress
     started: float = field(default_factory=time.monotonic)
-    logged: tuple[int, float] = (0, 0.0)                       # step and time of the last log line
+    validating: float = 0.0                                    # seconds spent on validation, which are no training
+    logged: tuple[int, float] = (0, 0.0)                       # step and seconds of training at the last log line
 
     @classmethod
     def prepare(cls, task: Task, world: World) -> "Run":
@@ -201,19 +220,27 @@ class Run:
             pad=tokenizer.pad_token_id,
             steps=config.steps or config.epochs * (len(sentences) // config.batch_size),
             live=LiveMetrics(tracked),
+            progress=task.context.progress,
         )
 
-    def validate(self) -> float:
-        """Spearman (x 100) of the validation pairs; every rank encodes its share."""
+    def validate(self) -> float | None:
+        """Spearman (x 100) of the validation pairs, every rank encoding its share; None where it is undefined."""
+        began = time.monotonic()
         self.method.eval()
-        return self.validation.spearman(self.method.encoder, self.engine.device, self.world)
+        try:
+            return self.validation.spearman(self.method.encoder, self.engine.device, self.world)
+        except InputError as error:                            # all embeddings alike; the best so far remains
+            log.warning("validation: %s", error)
+            return None
+        finally:
+            self.validating += time.monotonic() - began
 
     def log_step(self, step: int, metrics: dict[str, Tensor], rate: float, norm: float) -> None:
         """Average over ranks and record, every ``log_every`` steps."""
         if step % self.task.job.train.log_every and step != self.steps:
             return
         means = self.world.mean(torch.stack([metrics[name].float() for name in sorted(metrics)])).tolist()
-        now = time.monotonic() - self.started
+        now = self._training_seconds()
         before, then = self.logged
         speed = (step - before) * self.task.job.train.batch_size / max(now - then, 1e-9)
         self.logged = (step, now)
@@ -223,7 +250,10 @@ class Run:
         )
         if self.world.rank == 0:
             note = f"loss {values['loss']:.3f}, {speed:.0f} sentences/s"
-            self.task.context.progress.update(step, self.steps, "steps", note)
+            self.progress.update(step, self.steps, "steps", note)
+
+    def _training_seconds(self) -> float:
+        return time.monotonic() - self.started - self.validating
 
     def record(self, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl, and MLflow, from rank 0."""
@@ -232,18 +262,19 @@ class Run:
                 file.write(json.dumps(values) + "\n")
             self.live.log(values["step"], {name: value for name, value in values.items() if name != "step"})
 
-    def keep_if_best(self, position: Position, score: float) -> None:
+    def keep_if_best(self, position: Position, score: float | None) -> None:
         """Keep the encoder if it validates better than all before it."""
-        better = position.best_score is None or score > position.best_score
+        best_so_far = -math.inf if position.best_score is None else position.best_score
+        better = position.best_step == 0 or (score is not None and score > best_so_far)
         position.without_improvement = 0 if better else position.without_improvement + 1
         if better:
             position.best_step, position.best_score = position.step, score
-            self.save_encoder()
+            self.save_encoder(position.step)
         best = position.best_score
         self.record({"step": position.step, "validation_spearman": score, "best_validation_spearman": best})
 
-    def save_encoder(self) -> None:
-        """Write the encoder aside and swap it in; every rank helps to gather the weights."""
+    def save_encoder(self, step: int) -> None:
+        """Write the encoder as ``encoder-STEP``; every rank helps to gather the weights."""
         prefix = "encoder."
         weights = {
             name.removeprefix(prefix): value
@@ -251,7 +282,7 @@ class Run:
             if name.startswith(prefix)
         }
         if self.world.rank == 0:
-            target = self.task.context.out / "encoder"
+            target = self._kept_encoder(step)
             aside = target.with_suffix(".partial")
             shutil.rmtree(aside, ignore_errors=True)
             self.method.encoder.save(aside, load_tokenizer(self.task.job.encoder.name), weights)
@@ -274,8 +305,18 @@ class Run:
             torch.save(self.method.resume_state(), aside / "method.pt")
             (aside / "position.json").write_text(json.dumps(asdict(position)))
             aside.rename(folder)
-            for old in list(_checkpoints(self.task.context.out))[2:]:
+            newest = list(_checkpoints(self.task.context.out))
+            for old in newest[2:]:
                 shutil.rmtree(old)
+            self._drop_encoders(but={_read_position(kept).best_step for kept in newest[:2]})
+
+    def _kept_encoder(self, step: int) -> Path:
+        return self.task.context.out / f"encoder-{step:08d}"
+
+    def _drop_encoders(self, but: set[int]) -> None:
+        for folder in self.task.context.out.glob("encoder-*"):
+            if folder not in {self._kept_encoder(step) for step in but}:
+                shutil.rmtree(folder)
 
     def resume(self) -> Position:
         """Go on from the newest checkpoint, if there is one.
@@ -287,10 +328,11 @@ class Run:
         if newest is None:
             if self.world.rank == 0:
                 (self.task.context.out / "metrics.jsonl").unlink(missing_ok=True)
+                self._drop_encoders(but=set())
             _tell(self.task, self.world, "validating before the first step")
             return Position()
         folder = Path(newest)
-        position = Position(**json.loads((folder / "position.json").read_text()))
+        position = _read_position(folder)
         now = (self.world.size, self.task.context.cluster.strategy)
         if (position.workers, position.strategy) != now:
             raise InputError(
@@ -301,15 +343,20 @@ class Run:
         self.method.load_resume_state(torch.load(folder / "method.pt", weights_only=True))
         _set_random_state(torch.load(folder / f"random-{self.world.rank}.pt", weights_only=True))
         if self.world.rank == 0:
+            self._drop_encoders(but=set(range(position.step + 1)))
             _drop_later_lines(self.task.context.out / "metrics.jsonl", position.step)
             log.info("going on from step %d", position.step)
-        self.logged = (position.step, time.monotonic() - self.started)
+        self.logged = (position.step, self._training_seconds())
         _tell(self.task, self.world, f"going on from step {position.step}")
         return position
 
-    def finish(self, out: Path, position: Position) -> None:
-        """Say which step was best, for the driver."""
+    def finish(self, position: Position) -> None:
+        """Leave the best encoder as ``encoder``, and say which step it is of."""
+        out = self.task.context.out
         if self.world.rank == 0:
+            shutil.rmtree(out / "encoder", ignore_errors=True)
+            self._kept_encoder(position.best_step).rename(out / "encoder")
+            self._drop_encoders(but=set())
             best = {"best_step": position.best_step, "best_score": position.best_score}
             (out / "best.json").write_text(json.dumps(best))
             self.live.close()
@@ -338,7 +385,17 @@ def _set_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def _read_position(checkpoint: Path) -> Position:
+    return Position(**json.loads((checkpoint / "position.json").read_text()))
+
+
 def _drop_later_lines(metrics: Path, step: int) -> None:
     """Forget what was logged after the checkpoint: those steps come again."""
-    lines = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] <= step]
-    metrics.write_text("".join(line + "\n" for line in lines))
+    kept = []
+    for line in metrics.read_text().splitlines(keepends=True):
+        if not line.endswith("\n") or json.loads(line)["step"] > step:    # without an end: a kill cut it short
+            break
+        kept.append(line)
+    aside = metrics.with_suffix(".tmp")
+    aside.write_text("".join(kept))
+    aside.replace(metrics)
