@@ -110,13 +110,16 @@ class APINCSE:
         self.queue: list[tuple[int, Vector]] = []
         self.pushed = 0
 
-    def loss(self, anchors: Rows, positives: Rows, cls: Rows) -> tuple[float, dict[str, float]]:
+    def loss(
+        self, anchors: Rows, positives: Rows, cls: Rows, pushed: Rows | None = None
+    ) -> tuple[float, dict[str, float]]:
         """One step.
 
         Args:
             anchors: N embeddings of the first view.
             positives: N embeddings of the second view.
             cls: for each sentence, the [CLS] vectors of the first view in layers 0..T.
+            pushed: what enters the queue in place of the positives, which are constants there to a derivative.
 
         Returns:
             Equation 20, and the parts of it that are computed.
@@ -126,7 +129,7 @@ class APINCSE:
         parts = {"loss_instance": info_nce(anchors, positives, own, o["temperature"])}
         total = o["instance_weight"] * parts["loss_instance"]
         if o["augmented_weight"] > 0:
-            for positive in positives:
+            for positive in positives if pushed is None else pushed:
                 self.queue.append((self.pushed, unit(positive)))
                 self.pushed += 1
             self.queue = self.queue[-o["queue_length"] :]

@@ -1,10 +1,12 @@
 """APINCSE as a whole against a loop over its equations, under every option."""
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from cluster.errors import InputError
 from cluster.world import Solo
@@ -94,6 +96,50 @@ def test_metrics_say_which_layers_the_hard_negatives_came_from() -> None:
     assert shares == pytest.approx([chosen.count(layer) / BATCH for layer in (1, 2, 3)])
     assert "negative_layer/4" not in metrics
     assert not any(value.requires_grad for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"anchor_norm": "raw"}, {"negatives": "own", "negative_temperature": False}, {"detach_negative": True},
+     {"instance_weight": 0.0}, {"augmented_weight": 0.0, "negative_weight": 0.0}],
+    ids=str,
+)
+def test_gradients_are_finite_differences_of_equation_20(options: dict[str, Any]) -> None:
+    """Along random directions, with what lies in the queue held fast."""
+    learner = method("mean", **options)                        # then [CLS] vectors act as hard negatives alone
+    oracle = oracles.APINCSE(**learner.config.model_dump())
+    seen: list[Encoding] = []
+
+    def keep(_module: nn.Module, _inputs: Any, encoding: Encoding) -> None:
+        encoding.embedding.retain_grad()
+        encoding.layers.cls.retain_grad()
+        seen.append(encoding)
+
+    learner.encoder.register_forward_hook(keep)
+    for step in range(4):                                      # the queue is full from the third on
+        loss, _ = learner(tiny.batch(BATCH, seed=step), Solo())
+        before, embeddings, cls = deepcopy(oracle), *(
+            tensor.detach().double().numpy() for tensor in (seen[-1].embedding, seen[-1].layers.cls)
+        )
+        oracle.loss(embeddings[:BATCH], embeddings[BATCH:], cls[:, :BATCH].swapaxes(0, 1))
+    loss.backward()
+
+    def moved(by_embeddings: np.ndarray | float, by_cls: np.ndarray | float) -> float:
+        h, c = embeddings + by_embeddings, cls + by_cls
+        return deepcopy(before).loss(h[:BATCH], h[BATCH:], c[:, :BATCH].swapaxes(0, 1), embeddings[BATCH:])[0]
+
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        direction = 1e-5 * random.normal(size=embeddings.shape)
+        found = (seen[-1].embedding.grad.double().numpy() * direction).sum()
+        assert found == pytest.approx((moved(direction, 0) - moved(-direction, 0)) / 2, rel=2e-3)
+        direction = 1e-5 * random.normal(size=cls.shape)
+        gradient = seen[-1].layers.cls.grad
+        if "detach_negative" in options or options.get("negative_weight") == 0:
+            assert gradient is None or not gradient.any()
+        else:
+            found = (gradient.double().numpy() * direction).sum()
+            assert found == pytest.approx((moved(0, direction) - moved(0, -direction)) / 2, rel=2e-3)
 
 
 @pytest.mark.parametrize("detached", [False, True])
