@@ -50,19 +50,27 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _terminate)
+    stopped_by = signal.SIGINT
+
+    def terminate(_signal: int, _frame: object) -> None:
+        nonlocal stopped_by
+        stopped_by = signal.SIGTERM
+        raise KeyboardInterrupt                                # Ray turns any other exception into an exit of its own
+
+    signal.signal(signal.SIGTERM, terminate)
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         return _run(options)
     except InputError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except OSError as error:
+        print(f"error: {error}\nto go on: {_again(options)}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
-        print(f"interrupted; to go on: {_again(options)}", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except _Terminated:
-        print(f"terminated; to go on: {_again(options)}", file=sys.stderr)
-        return 128 + signal.SIGTERM
+        how = "interrupted" if stopped_by == signal.SIGINT else "terminated"
+        print(f"{how}; to go on: {_again(options)}", file=sys.stderr)
+        return 128 + stopped_by
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -84,14 +92,6 @@ def _again(options: argparse.Namespace) -> str:
     for override in options.overrides:
         words += ["--set", override]
     return shlex.join([*words, *(["--until", options.until] if options.until else [])])
-
-
-class _Terminated(SystemExit):
-    """SIGTERM came; an exception, so that what runs is stopped in good order."""
-
-
-def _terminate(_signal: int, _frame: object) -> None:
-    raise _Terminated(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":
