@@ -21,6 +21,7 @@ from pipeline.store import Entry, Lock, Store, stage_key
 from stages.context import Context
 
 POLL = 0.3                                                     # seconds between looks at the running stages
+STOPPING = 10.0                                                # seconds that cancelled stages have to end
 
 
 @dataclass(frozen=True)
@@ -232,19 +233,28 @@ class _Execution:
             if self._ready:                                            # only other runs' locks to wait for
                 time.sleep(POLL)
             return
-        done, _ = ray.wait(list(self._running), timeout=POLL)
-        for task in done:
+        done = ray.wait(list(self._running), timeout=POLL)[0]
+        failed: list[Exception] = []
+        for task in done:                                              # what succeeded is kept before anything raises
             item, lock, started = self._running[task]
-            artifact = _result(task, item)
-            outcome = _commit(item, self._store, artifact, self._results(item), time.monotonic() - started)
-            del self._running[task]
-            lock.release()
-            self._finish(outcome)
+            try:
+                artifact = _result(task, item)
+                self._finish(_commit(item, self._store, artifact, self._results(item), time.monotonic() - started))
+            except (InputError, StageError) as error:
+                failed.append(error)
+            finally:
+                del self._running[task]
+                lock.release()
+        if failed:
+            raise failed[0]
 
     def abandon(self) -> None:
         """Stop what still runs; its partial folders stay."""
-        for task, (_, lock, _) in self._running.items():
+        for task in self._running:
             ray.cancel(task, force=True)
+        if self._running:
+            ray.wait(list(self._running), num_returns=len(self._running), timeout=STOPPING)
+        for _, lock, _ in self._running.values():                      # free only when nobody writes there any more
             lock.release()
 
     def _has(self, item: Planned) -> bool:

@@ -1,6 +1,7 @@
 """One run of an experiment: plan, execute, report, track."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ class Experiment:
 
     def __init__(self, config: Config, until: str | None = None, fresh: Sequence[str] = ()) -> None:
         self.config = config
-        self.store = Store(config.root)
+        self.store = Store(_root(config.root))
         self.partial = until is not None and until != "after"
         self.folder = self.store.root / config.name
         self._plan = partial(plan, graph(config), self.store, until, fresh)
@@ -91,7 +92,7 @@ class Experiment:
         track = self._start_tracking()
         try:
             outcomes = self._execute(track)
-        except (InputError, StageError, KeyboardInterrupt, SystemExit) as error:
+        except BaseException as error:
             if track:
                 tracking.fail_run(*track, str(error) or type(error).__name__)
             if not isinstance(error, StageError):
@@ -295,6 +296,16 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> Path:
     aside.write_text(json.dumps(value, indent=2) + "\n")
     aside.replace(file)
     return file
+
+
+def _root(root: str) -> str:
+    """Where a relative root lies: here, but in a submitted job, whose folder is a copy that vanishes, at home."""
+    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    if not in_job or "://" in root or Path(root).expanduser().is_absolute():
+        return root
+    at_home = Path.home() / root
+    print(f"root={root} is relative; this job keeps it at {at_home}, for its own folder vanishes", file=sys.stderr)
+    return str(at_home)
 
 
 def _read_json(file: Path) -> Any:

@@ -151,8 +151,9 @@ class TestTraining:
 
     def test_what_a_worker_refuses_is_not_tried_again(self, tmp_path: Path) -> None:
         task = {"folder": tmp_path, "error": InputError("encoder.name=x: mend it")}
-        with pytest.raises(InputError, match=r"^encoder.name=x: mend it$") as caught:
+        with pytest.raises(InputError) as caught:
             train_on_workers(wait_or_fail, task, self.two, "refused", tmp_path / "ray")
+        assert str(caught.value) == "encoder.name=x: mend it"
         assert "raised by training worker 1:\nTraceback" in caught.value.__notes__[0]
         assert len(list(tmp_path.glob("attempt-1-*"))) == 1
 
