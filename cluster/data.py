@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
 
-BUFFER = 32 * 2**20                                            # bytes of chunks that may wait in memory, a CPU
+BUFFER = 16 * 2**20                                            # bytes of chunks that may wait in memory, a CPU
 
 
 def stream(

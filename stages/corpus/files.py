@@ -12,7 +12,7 @@ import fsspec
 
 from cluster.errors import InputError
 
-CHUNK = 4 * 2**20                                              # bytes that one task works on
+CHUNK = 2 * 2**20                                              # bytes that one task works on
 PART = 64 * 2**20                                              # bytes of a plain file that one task reads
 
 SUFFIXES = {
