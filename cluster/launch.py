@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import ray
 import torch
 from ray import cloudpickle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from cluster.config import ClusterConfig
 from cluster.errors import InputError
@@ -251,38 +251,18 @@ def train_on_workers(
     Raises:
         Whatever a worker raised, unwrapped.
     """
-    from ray.train import ControllerError
-
-    failure = storage / f"{name}.failure"
-    storage.mkdir(parents=True, exist_ok=True)
-    arguments = {
-        "function": function, "payload": payload, "threads": cpus_per_worker(config), "workers": config.workers,
-        "failure": failure, "on_gpu": uses_gpu(config),
-    }  # fmt: skip
-    for attempt in range(config.max_failures + 1):
-        try:
-            _trainer(arguments, config, f"{name}-{attempt}", storage).fit()
-            break
-        except Exception as error:
-            if failure.exists():
-                break
-            cause = root_cause(error)
-            # A worker that dies in the moment of its start is to Ray the controller's failure, and not tried again.
-            died_at_start = isinstance(error, ControllerError) and isinstance(cause, RayActorError)
-            if attempt == config.max_failures or not died_at_start:
-                raise cause from error
-    if failure.exists():
-        raise cloudpickle.loads(failure.read_bytes())
-
-
-def _trainer(arguments: dict[str, Any], config: ClusterConfig, name: str, storage: Path) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    on_gpu = arguments["on_gpu"]
-    return TorchTrainer(
+    on_gpu = uses_gpu(config)
+    failure = storage / f"{name}.failure"
+    storage.mkdir(parents=True, exist_ok=True)
+    trainer = TorchTrainer(
         _train_worker,
-        train_loop_config=arguments,
+        train_loop_config={
+            "function": function, "payload": payload, "threads": cpus_per_worker(config), "workers": config.workers,
+            "failure": failure, "on_gpu": on_gpu,
+        },
         scaling_config=ScalingConfig(
             num_workers=config.workers, use_gpu=on_gpu, resources_per_worker=worker_resources(config)
         ),
@@ -293,6 +273,13 @@ def _trainer(arguments: dict[str, Any], config: ClusterConfig, name: str, storag
             name=name, storage_path=str(storage), failure_config=FailureConfig(max_failures=config.max_failures)
         ),
     )
+    try:
+        trainer.fit()
+    except Exception as error:
+        if not failure.exists():
+            raise root_cause(error) from error
+    if failure.exists():
+        raise cloudpickle.loads(failure.read_bytes())
 
 
 def _train_worker(arguments: dict[str, Any]) -> None:
