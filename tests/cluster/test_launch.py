@@ -132,6 +132,7 @@ def wait_or_fail(task: dict[str, Any], world: World) -> None:
 
 def wait_or_die_once(task: dict[str, Any], world: World) -> None:
     if len(attempt(task, world)) == 1 and world.rank == 1:
+        time.sleep(5)                                          # in its first moment Ray takes a death for its own fault
         os.kill(os.getpid(), signal.SIGKILL)
     world.barrier()
     (Path(task["folder"]) / f"done-{world.rank}").touch()
