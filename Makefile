@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ROOT   ?= runs
+TEXT   ?= $(or $(APINCSE_SHARED),../shared)/data/corpus/paragraphs.txt.gz
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 TORCH  := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -38,8 +39,10 @@ test: lint
 	$(BIN)/python -m pytest -m "not slow"
 
 bench: install
-	$(BIN)/python benchmarks/corpus.py
+	@if [ -f "$(TEXT)" ]; then $(BIN)/python benchmarks/corpus.py "$(TEXT)"; \
+	else echo "no $(TEXT): set TEXT=file.txt.gz to measure the corpus stage's speed"; fi
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/corpus.py --memory
 
 ui: install
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///$(abspath $(ROOT))/mlflow.db
