@@ -354,11 +354,14 @@ class Run:
         """Leave the best encoder as ``encoder``, and say which step it is of."""
         out = self.task.context.out
         if self.world.rank == 0:
-            shutil.rmtree(out / "encoder", ignore_errors=True)
-            self._kept_encoder(position.best_step).rename(out / "encoder")
+            kept = self._kept_encoder(position.best_step)
+            if kept.is_dir():                                  # else a run that was killed right here has renamed it
+                shutil.rmtree(out / "encoder", ignore_errors=True)
+                kept.rename(out / "encoder")
             self._drop_encoders(but=set())
-            best = {"best_step": position.best_step, "best_score": position.best_score}
-            (out / "best.json").write_text(json.dumps(best))
+            aside = out / "best.json.tmp"
+            aside.write_text(json.dumps({"best_step": position.best_step, "best_score": position.best_score}))
+            aside.replace(out / "best.json")
             self.live.close()
         self.world.barrier()
 

@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.config import ClusterConfig
 from cluster.errors import InputError
@@ -52,7 +55,13 @@ def task(job: TrainJob, out: Path, sentences: int = 100, workers: int = 1, strat
     return Task(job, folder, Context(out, ClusterConfig(workers=workers, strategy=strategy, device="cpu")))
 
 
-def run(world: World, task: Task, die_after: int | None = None, die_in_checkpoint: int | None = None) -> Any:
+def run(
+    world: World,
+    task: Task,
+    die_after: int | None = None,
+    die_in_checkpoint: int | None = None,
+    die_at_the_end: bool = False,
+) -> dict[str, torch.Tensor]:
     """``train_worker``, of which the last rank may be killed; returns the weights at the end."""
     with pytest.MonkeyPatch.context() as patch:
         last = world.rank == world.size - 1
@@ -68,9 +77,11 @@ def run(world: World, task: Task, die_after: int | None = None, die_in_checkpoin
                 self.engine.save = lambda _folder: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
             Run_save(self, position)
 
-        def finish(self: Run, *others: Any) -> None:
+        def finish(self: Run, position: Any) -> None:
             kept.update(self.engine.weights())
-            Run_finish(self, *others)
+            if die_at_the_end:
+                self._drop_encoders = lambda but: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            Run_finish(self, position)
 
         Run_log_step, Run_save, Run_finish = Run.log_step, Run.save, Run.finish
         patch.setattr(Run, "log_step", log_step)
@@ -143,14 +154,14 @@ def test_the_weights_that_validate_best_are_kept_and_patience_ends_the_run(job: 
 
 
 def assert_stopped_and_resumed_alike(
-    job: TrainJob, tmp_path: Path, workers: int = 1, strategy: str = "ddp", **stop: int
+    job: TrainJob, tmp_path: Path, workers: int = 1, strategy: str = "ddp", **stop: Any
 ) -> None:
     """A run that was killed and started again ends, bit for bit, as one that never stopped."""
     whole = task(with_train(job, **LONG), tmp_path / "whole", 100, workers, strategy)
     stopped = task(with_train(job, **LONG), tmp_path / "stopped", 100, workers, strategy)
     wanted = in_processes(workers, run, whole)
     with pytest.raises((ChildProcessError, RuntimeError)):     # the killed rank's, or what its peers then raise
-        in_processes(workers, run, stopped, *(stop.get(name) for name in ("die_after", "die_in_checkpoint")))
+        in_processes(workers, partial(run, **stop), stopped)
     assert not (stopped.context.out / "best.json").exists()
     found = in_processes(workers, run, stopped)
     for rank in range(workers):
@@ -180,11 +191,53 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(job: TrainJob, tmp
     assert_stopped_and_resumed_alike(job, tmp_path, die_after=3)
 
 
+def test_a_run_killed_when_the_best_encoder_was_in_place_ends_with_it(job: TrainJob, tmp_path: Path) -> None:
+    job = with_train(job, steps=9, eval_every=2, checkpoint_every=8, warmup=1.0, learning_rate=0.5)
+    whole, stopped = (task(job, tmp_path / name) for name in ("whole", "stopped"))
+    in_processes(1, run, whole)
+    assert best(whole.context.out)["best_step"] < 8            # so the rerun, from step 8, does not save it again
+    with pytest.raises(ChildProcessError):
+        in_processes(1, partial(run, die_at_the_end=True), stopped)
+    in_processes(1, run, stopped)
+    assert best(stopped.context.out) == best(whole.context.out)
+    paths = [each.context.out / "encoder" / "model.safetensors" for each in (stopped, whole)]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_a_run_that_ended_before_it_was_committed_is_not_trained_again(job: TrainJob, tmp_path: Path) -> None:
+    here = task(with_train(job, steps=2), tmp_path / "out")
+    in_processes(1, run, here)
+    trained = train(here.job, Corpus(here.corpus, 100), here.context)      # without Ray: it has nothing to start
+    assert (trained.best_step, trained.best_score) == (2, best(here.context.out)["best_score"])
+
+
+def test_a_gradient_that_is_no_number_stops_the_run(job: TrainJob, tmp_path: Path) -> None:
+    job = with_train(job, steps=9, learning_rate=1e30)
+    with pytest.raises(FloatingPointError, match=r"the gradient of step 2 is not finite; lower train\.learning_rate"):
+        in_processes(1, run, task(job, tmp_path / "out"))
+
+
+def test_an_encoder_that_gives_one_direction_to_all_is_no_reason_to_stop(job: TrainJob, tmp_path: Path) -> None:
+    folder = tmp_path / "blank"
+    shutil.copytree(job.encoder.name, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, value in weights.items():
+        if "LayerNorm" not in name:
+            value.zero_()
+        elif name.endswith("bias"):
+            value.copy_(torch.arange(float(len(value))))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    blank = EncoderConfig(name=str(folder), max_length=16)
+    in_processes(1, run, task(with_train(job.model_copy(update={"encoder": blank}), steps=2), tmp_path / "out"))
+    assert lines(tmp_path / "out")[0] == {"step": 0, "validation_spearman": None}
+    assert best(tmp_path / "out")["best_step"] == 2
+
+
 def test_a_line_of_metrics_cut_short_by_a_kill_comes_again(job: TrainJob, tmp_path: Path) -> None:
     whole, stopped = (task(with_train(job, **LONG), tmp_path / name) for name in ("whole", "stopped"))
     in_processes(1, run, whole)
     with pytest.raises(ChildProcessError):
-        in_processes(1, run, stopped, 10)
+        in_processes(1, partial(run, die_after=10), stopped)
     with (stopped.context.out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "lo')
     in_processes(1, run, stopped)
@@ -203,7 +256,7 @@ def test_the_two_newest_checkpoints_are_kept(job: TrainJob, tmp_path: Path) -> N
 def test_a_checkpoint_of_other_workers_or_another_strategy_is_refused(job: TrainJob, tmp_path: Path) -> None:
     job = with_train(job, **LONG)
     with pytest.raises((ChildProcessError, RuntimeError)):
-        in_processes(2, run, task(job, tmp_path / "out", workers=2), 5)
+        in_processes(2, partial(run, die_after=5), task(job, tmp_path / "out", workers=2))
     with pytest.raises(InputError) as error:
         in_processes(1, run, task(job, tmp_path / "out"))
     assert "was written by 2 workers under ddp, not by 1 under ddp; set them back" in str(error.value)
