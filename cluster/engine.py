@@ -69,7 +69,7 @@ class PlainEngine:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-class DDPEngine:
+class DDPEngine(PlainEngine):
     """DistributedDataParallel, prepared by Accelerate; bf16 is autocast with float32 weights."""
 
     def __init__(
@@ -88,10 +88,9 @@ class DDPEngine:
             mixed_precision="bf16" if bf16 else "no",
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
+        super().__init__(module, optimizer, clipping)
         self.device = self._accelerator.device
         self.model, self.optimizer = self._accelerator.prepare(module, optimizer)
-        self.module = module
-        self.clipping = clipping
         self._writes = world.rank == 0
         if world.size > 1 and not isinstance(self.model, nn.parallel.DistributedDataParallel):
             raise RuntimeError(f"Accelerate prepared a {type(self.model).__name__} where DDP was asked for")
@@ -105,21 +104,10 @@ class DDPEngine:
         self.optimizer.zero_grad()
         return float(norm)
 
-    def weights(self) -> dict[str, Tensor]:
-        """The state dict: every rank holds it whole."""
-        return _copied(self.module)
-
     def save(self, folder: Path) -> None:
-        """``folder/engine.pt``, by rank 0."""
+        """As one process does, by rank 0: every rank holds the same."""
         if self._writes:
-            state = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-            torch.save(state, folder / "engine.pt")
-
-    def load(self, folder: Path) -> None:
-        """From ``folder/engine.pt``, on every rank."""
-        state = torch.load(folder / "engine.pt", map_location="cpu", weights_only=True)
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+            super().save(folder)
 
 
 class DeepSpeedEngine:

@@ -184,7 +184,7 @@ def correlations(cosines: NDArray[np.float64], gold: NDArray[np.float64]) -> dic
     Raises:
         InputError: they are undefined, because all cosines (or all scores) are one value.
     """
-    from scipy.stats import pearsonr, spearmanr                # a second that planning and cached runs do without
+    from scipy.stats import pearsonr, spearmanr  # a second that planning and cached runs do without
 
     if np.ptp(cosines) < SMALLEST_SPREAD:
         raise InputError(

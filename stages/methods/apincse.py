@@ -11,7 +11,7 @@ from cluster.errors import InputError
 from cluster.queue import Queue
 from cluster.world import World
 from stages.encoder import Encoder, Encoding, Layers
-from stages.methods.base import MLP, Batch, Method, Metrics, TrainOnlyMLP, full_precision, own_rows, two_views
+from stages.methods.base import MLP, Metrics, TwoViewMethod, own_rows
 from stages.methods.functional import (
     augmented_positives,
     hard_negative_info_nce,
@@ -79,25 +79,19 @@ class APINCSEConfig(BaseModel, extra="forbid", frozen=True):
         return APINCSE(encoder, self)
 
 
-class APINCSE(Method):
+class APINCSE(TwoViewMethod):
     """l = w_I l_I + w_P l_P + w_N l_N, equation 20."""
 
     def __init__(self, encoder: Encoder, config: APINCSEConfig) -> None:
-        super().__init__(encoder)
+        super().__init__(encoder, config.mlp)
         self.config = config
         self.queue = Queue(config.queue_length, encoder.dimension)
-        self.mlp = TrainOnlyMLP(encoder.dimension) if config.mlp == "train-only" else None
 
-    def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
+    def loss(self, first: Encoding, second: Encoding, world: World) -> tuple[Tensor, Metrics]:
         """The weighted sum of the three losses of this worker's anchors, against the global batch."""
-        first, second = two_views(self.encoder, batch)
-        with full_precision(first.embedding.device):
-            return self._loss(first, second, world)
-
-    def _loss(self, first: Encoding, second: Encoding, world: World) -> tuple[Tensor, Metrics]:
         config = self.config
-        raw_positives = self._head(second.embedding)
-        anchors = F.normalize(self._head(first.embedding), dim=-1)
+        raw_positives = self.head(second.embedding)
+        anchors = F.normalize(self.head(first.embedding), dim=-1)
         positives = F.normalize(raw_positives, dim=-1)
         targets = own_rows(world, len(anchors), anchors.device)
         all_positives = world.gather(positives)
@@ -156,9 +150,6 @@ class APINCSE(Method):
             return own_negative_info_nce(anchors, all_positives, negatives, targets, temperature, negative_temperature)
         gathered = world.gather(negatives)
         return hard_negative_info_nce(anchors, all_positives, gathered, targets, temperature, negative_temperature)
-
-    def _head(self, embedding: Tensor) -> Tensor:
-        return embedding if self.mlp is None else self.mlp(embedding)
 
     def resume_state(self) -> dict[str, Tensor]:
         """The queue."""

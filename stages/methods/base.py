@@ -18,6 +18,9 @@ class Batch:
     attention_mask: Tensor                                     # (n, S) int64
 
 
+MLP = Literal["none", "train-only"]
+"""SimCSE's head: none, or one that is dropped at test."""
+
 Metrics = dict[str, Tensor]
 """Scalars of one step, without gradients, each a mean over this worker's sentences."""
 
@@ -59,7 +62,26 @@ class TrainOnlyMLP(nn.Module):
         return torch.tanh(self.dense(embedding.to(self.dense.weight.dtype))).float()
 
 
-MLP = Literal["none", "train-only"]
+class TwoViewMethod(Method):
+    """A method whose loss needs two dropout views of each sentence, if need be through SimCSE's head."""
+
+    def __init__(self, encoder: Encoder, mlp: MLP) -> None:
+        super().__init__(encoder)
+        self.mlp = TrainOnlyMLP(encoder.dimension) if mlp == "train-only" else None
+
+    def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
+        """Encode both views in one pass, then leave autocast for the loss."""
+        first, second = two_views(self.encoder, batch)
+        with full_precision(first.embedding.device):
+            return self.loss(first, second, world)
+
+    def loss(self, first: Encoding, second: Encoding, world: World) -> tuple[Tensor, Metrics]:
+        """() loss of this worker's anchors against the global batch, and what to log."""
+        raise NotImplementedError
+
+    def head(self, embedding: Tensor) -> Tensor:
+        """(B, D) what the loss compares."""
+        return embedding if self.mlp is None else self.mlp(embedding)
 
 
 def two_views(encoder: Encoder, batch: Batch) -> tuple[Encoding, Encoding]:

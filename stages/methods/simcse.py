@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cluster.world import World
 from stages.encoder import Encoder, Encoding
-from stages.methods.base import MLP, Batch, Method, Metrics, TrainOnlyMLP, full_precision, own_rows, two_views
+from stages.methods.base import MLP, Metrics, TwoViewMethod, own_rows
 from stages.methods.functional import info_nce
 
 
@@ -27,26 +27,17 @@ class SimCSEConfig(BaseModel, extra="forbid", frozen=True):
         return SimCSE(encoder, self)
 
 
-class SimCSE(Method):
+class SimCSE(TwoViewMethod):
     """The loss of equation 1 over the global batch."""
 
     def __init__(self, encoder: Encoder, config: SimCSEConfig) -> None:
-        super().__init__(encoder)
+        super().__init__(encoder, config.mlp)
         self.config = config
-        self.mlp = TrainOnlyMLP(encoder.dimension) if config.mlp == "train-only" else None
 
-    def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
+    def loss(self, first: Encoding, second: Encoding, world: World) -> tuple[Tensor, Metrics]:
         """Cross-entropy of this worker's anchors against the gathered second views."""
-        first, second = two_views(self.encoder, batch)
-        with full_precision(first.embedding.device):
-            return self._loss(first, second, world)
-
-    def _loss(self, first: Encoding, second: Encoding, world: World) -> tuple[Tensor, Metrics]:
-        anchors, positives = (F.normalize(self._head(view.embedding), dim=-1) for view in (first, second))
+        anchors, positives = (F.normalize(self.head(view.embedding), dim=-1) for view in (first, second))
         targets = own_rows(world, len(anchors), anchors.device)
         loss = info_nce(anchors, world.gather(positives), targets, self.config.temperature)
         cosine = (anchors * positives).sum(dim=-1).mean()
         return loss, {"loss": loss.detach(), "positive_cosine": cosine.detach()}
-
-    def _head(self, embedding: Tensor) -> Tensor:
-        return embedding if self.mlp is None else self.mlp(embedding)
