@@ -15,7 +15,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = ROOT / "pipeline" / "run.py"
-PATIENCE = 400.0                                               # seconds for what takes a few on free cores
+PATIENCE = 900.0                                               # seconds for what takes a few on free cores
 OURS = ("RAY_", "MLFLOW_", "APINCSE_")                         # variables that change what the command does
 
 

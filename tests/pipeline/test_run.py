@@ -1,4 +1,5 @@
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -189,10 +190,17 @@ class TestWithRay:
         assert again.endswith(f"{RUN} --config {toy}/toy.yaml --set train=null --set encoder.pooling=mean "
                               f"--set encoder.name={broken} --set tracking.enabled=false")  # fmt: skip
 
-    def test_sigterm_stops_everything_and_says_how_to_go_on(self, toy: Path, tmp_path: Path) -> None:
-        with command(tmp_path, "--config", toy / "toy.yaml", "--until", "corpus") as started:
+    @pytest.mark.parametrize(
+        ("number", "said"), [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")], ids=["SIGTERM", "Ctrl-C"]
+    )
+    def test_a_signal_stops_everything_and_the_end_says_how_to_go_on(
+        self, toy: Path, tmp_path: Path, number: signal.Signals, said: str
+    ) -> None:
+        arguments = ("--config", toy / "toy.yaml", "--until", "corpus")
+        with command(tmp_path, *arguments) as started:
             started.wait_until(lambda: "corpus: started" in started.stderr)
-            started.interrupt(signal.SIGTERM)
-            assert started.wait() == 128 + signal.SIGTERM
-            assert started.stderr.splitlines()[-1].startswith("terminated; to go on: ")
-            started.assert_nothing_is_left()
+            started.interrupt(number)
+            assert started.wait() == 128 + number
+        last = started.stderr.splitlines()[-1]
+        assert last == f"{said}; to go on: {sys.executable} {RUN} {' '.join(map(str, arguments))}"
+        started.assert_nothing_is_left()
