@@ -1,6 +1,5 @@
 """The processes that train together, seen from one of them."""
 
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -102,8 +101,3 @@ class _AllGather(torch.autograd.Function):
         dist.all_reduce(total)
         start = dist.get_rank() * ctx.rows
         return total[start : start + ctx.rows]
-
-
-def init_process_group(backend: str, timeout: float) -> None:
-    """Join the process group described by the environment (MASTER_ADDR, RANK, ...); timeout in seconds."""
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

@@ -8,13 +8,14 @@ import gc
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -30,60 +31,50 @@ _fresh = multiprocessing.get_context("forkserver")
 _fresh.set_forkserver_preload(IMPORTED_ONCE)
 
 
-class Group:
-    """``size`` processes in ``function(world, *arguments)``.
+def in_processes(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``[function(world, *arguments) for every rank]``, each in a process of its own.
 
     Args:
         size: of the group; a single process gets a Solo world.
-        function: top-level; its result is picklable.
-        arguments: picklable.
+        function: picklable, as its arguments and results.
+        arguments: the same for all.
+
+    Raises:
+        ChildProcessError: a rank died.
+        Whatever the first rank to fail raised, from its traceback; the others are killed.
     """
-
-    def __init__(self, size: int, function: Callable[..., Any], *arguments: Any) -> None:
-        _start_server()
-        port = _free_port()
-        self._pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            here, there = _fresh.Pipe(duplex=False)
-            work = pickle.dumps((function, arguments))
-            process = _fresh.Process(target=_work, args=(there, rank, size, port, work), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self.processes.append(process)
-
-    def results(self, timeout: float = 300.0) -> list[Any]:
-        """What each rank returned; the first error of any of them ends all and is raised, with its traceback."""
-        results: dict[int, Any] = {}
+    _start_server()
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    results: dict[int, Any] = {}
+    with TemporaryDirectory() as folder:
         try:
-            while len(results) < len(self._pipes):
-                waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
-                ready = wait(waiting, timeout)
-                if not ready:
-                    raise TimeoutError(f"ranks {set(range(len(self._pipes))) - set(results)} are still busy")
-                for pipe in ready:
-                    rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                    try:
-                        results[rank], error, trace = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                    except EOFError:
-                        raise ChildProcessError(f"rank {rank} died") from None
-                    if error is not None:
-                        raise error from RuntimeError(f"on rank {rank}:\n{trace}")
+            for rank in range(size):
+                here, there = _fresh.Pipe(duplex=False)
+                work = pickle.dumps((function, arguments))
+                processes.append(_fresh.Process(target=_work, args=(there, rank, size, f"{folder}/store", work)))
+                processes[-1].start()
+                there.close()
+                pipes.append(here)
+            while len(results) < size:
+                for pipe in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):
+                    rank = pipes.index(pipe)  # type: ignore[arg-type]
+                    results[rank] = _received(pipes[rank], rank)
         finally:
-            self.kill()
-        return [results[rank] for rank in range(len(self._pipes))]
-
-    def kill(self) -> None:
-        """Kill what still runs, as a node that is taken away would be."""
-        for process in self.processes:
-            process.kill()
-            process.join()
+            for process in processes:
+                process.kill()
+                process.join()
+    return [results[rank] for rank in range(size)]
 
 
-def in_processes(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``[function(world, *arguments) for every rank]``, each in a process of its own."""
-    return Group(size, function, *arguments).results()
+def _received(pipe: Connection, rank: int) -> Any:
+    try:
+        result, error, trace = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        raise ChildProcessError(f"rank {rank} died") from None
+    if error is not None:
+        raise error from RuntimeError(f"on rank {rank}:\n{trace}")
+    return result
 
 
 @cache
@@ -94,24 +85,21 @@ def _start_server() -> None:
         forkserver.ensure_running()
 
 
-def _work(pipe: Connection, rank: int, size: int, port: int, work: bytes) -> None:
+def _work(pipe: Connection, rank: int, size: int, meeting: str, work: bytes) -> None:
     import torch
+    import torch.distributed as dist
+
+    from cluster.world import Solo, TorchWorld
 
     gc.freeze()                                                # else each collection copies the server's memory
-    from cluster.world import Solo, TorchWorld, init_process_group
-
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}.items():
+        os.environ[name] = str(value)                          # as Ray Train sets them
     try:
         function, arguments = pickle.loads(work)
-        init_process_group("gloo", timeout=120.0)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(minutes=5)
+        )
         result = function(TorchWorld() if size > 1 else Solo(), *arguments)
         pipe.send_bytes(pickle.dumps((result, None, "")))
     except BaseException as error:
@@ -121,9 +109,3 @@ def _work(pipe: Connection, rank: int, size: int, port: int, work: bytes) -> Non
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)                                            # no tear-down of groups whose peers may be gone
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
