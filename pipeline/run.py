@@ -14,6 +14,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == ROOT / "pipeline":
     sys.path[0] = str(ROOT)                                    # run as a script: import packages from the checkout
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")       # processes are the parallelism here
+os.environ.setdefault("HF_HUB_VERBOSITY", "error")             # what it warns of, an error of ours says
 os.environ.setdefault("APINCSE_SHARED", str(ROOT.parent / "shared"))   # configs name research data through it
 
 from cluster.errors import InputError  # noqa: E402

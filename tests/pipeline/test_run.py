@@ -131,6 +131,16 @@ def test_bad_input_ends_in_one_line_before_anything_is_written(
     assert {path.name for path in (tmp_path / "runs").rglob("*")} <= {"store"}
 
 
+def test_an_encoder_that_the_hub_does_not_give_ends_in_one_line(tmp_path: Path) -> None:
+    unreachable = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:1"}
+    done = run(tmp_path, "--plan", *options("encoder.name=nobody/nothing"), **unreachable)
+    assert done.process.returncode == 2
+    assert done.stderr == (
+        "error: encoder.name='nobody/nothing' is no folder with a config.json and no model that the hub gives here; "
+        "it may be a local folder, a hub name or all-MiniLM-L6-v2\n"
+    )
+
+
 @pytest.mark.usefixtures("_signals")
 @pytest.mark.parametrize("arguments", [["--until", "corpsu"], ["--fresh", "trian"]])
 def test_a_stage_that_is_not_there_names_those_that_are(
