@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
 
 
-class ClusterConfig(BaseModel, extra="forbid", frozen=True):
+class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Workers, devices and the parallel strategy."""
 
     workers: PositiveInt = 1                                   # training processes; each has a GPU or a share of cores

@@ -34,7 +34,8 @@ def start_ray() -> None:
     """Join the cluster that RAY_ADDRESS names, or start Ray on this machine.
 
     Raises:
-        InputError: there is no cluster at RAY_ADDRESS, or it does not let us in; or Ray does not start here.
+        InputError: there is no cluster at RAY_ADDRESS, or it does not let us in.
+        ConnectionError: Ray does not start here.
     """
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -54,7 +55,7 @@ def start_ray() -> None:
                 f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster takes us there ({_first_line(error)}); "
                 "start it, correct RAY_ADDRESS, or unset it to run on this machine"
             ) from error
-        raise InputError(
+        raise ConnectionError(
             f"Ray does not start on this machine ({_first_line(error)}); see /tmp/ray/session_latest/logs, "
             "and whether other work leaves it processors, memory and disk"
         ) from error

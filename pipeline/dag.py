@@ -276,6 +276,7 @@ class _Execution:
 def _start(item: Planned, store: Store, inputs: Sequence[Any], context: Context) -> Any:
     if item.fresh:
         store.discard_partial(item.entry)                      # finished work stays until it can be replaced
+    (context.out / "progress.json").unlink(missing_ok=True)    # of a run that was killed
     context.out.mkdir(parents=True, exist_ok=True)
     stage = item.stage
     remote = _run_stage.options(num_cpus=stage.cpus, name=stage.name)

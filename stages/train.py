@@ -33,7 +33,7 @@ from stages.tracking import LiveMetrics
 log = logging.getLogger(__name__)
 
 
-class TrainConfig(BaseModel, extra="forbid", frozen=True):
+class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """All that decides the weights; where they are computed is ClusterConfig's matter."""
 
     method: MethodConfig = APINCSEConfig(name="apincse")
@@ -52,7 +52,7 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True):
     validation: ValidationFile | None = None                   # scored pairs; null: STS-B dev, or the graded sample's
 
 
-class TrainJob(BaseModel, extra="forbid", frozen=True):
+class TrainJob(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """The train stage's whole input, beside the corpus."""
 
     train: TrainConfig

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from transformers import BertModel, DistilBertConfig, DistilBertModel, RobertaConfig, RobertaModel
+from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertModel, RobertaConfig, RobertaModel
 
 from cluster.errors import InputError
 from stages.encoder import (
@@ -269,3 +269,20 @@ def test_a_checkpoint_in_half_precision_is_loaded_in_float32(bert: str, tmp_path
     BertModel.from_pretrained(bert, dtype=torch.bfloat16).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert {parameter.dtype for parameter in Encoder.load(str(tmp_path)).parameters()} == {torch.float32}
+
+
+def test_a_folder_without_tokenizer_or_with_missing_weights_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "encoder"
+    two_layers = BertConfig(
+        vocab_size=30, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8
+    )
+    BertModel(two_layers, add_pooling_layer=False).save_pretrained(folder)
+    with pytest.raises(InputError, match="has no tokenizer"):
+        load_tokenizer(str(folder))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(InputError, match=r"weights that it does not have, such as encoder\.layer\.2"):
+        Encoder.load(str(folder))
+    (folder / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(InputError, match="weights cannot be loaded"):
+        Encoder.load(str(folder))

@@ -22,7 +22,7 @@ from stages.methods.functional import (
 )
 
 
-class APINCSEConfig(BaseModel, extra="forbid", frozen=True):
+class APINCSEConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """The method's parameters, and the readings that its paper leaves open."""
 
     name: Literal["apincse"]

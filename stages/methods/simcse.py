@@ -12,7 +12,7 @@ from stages.methods.base import MLP, Metrics, TwoViewMethod, own_rows
 from stages.methods.functional import info_nce
 
 
-class SimCSEConfig(BaseModel, extra="forbid", frozen=True):
+class SimCSEConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Unsupervised SimCSE, arXiv:2104.08821."""
 
     name: Literal["simcse"]

@@ -194,3 +194,24 @@ def test_what_a_crash_left_can_be_discarded(store: Store) -> None:
     store.discard_partial(entry)
     assert not entry.partial.exists()
     shutil.rmtree(store.root)
+
+
+def test_finished_work_that_lost_a_file_or_its_manifest_is_not_taken_for_finished(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    entry = store.entry("corpus", "0123")
+    entry.partial.mkdir()
+    (entry.partial / "part-0.parquet").write_text("rows")
+    store.commit(entry, {"artifact": {}, "seconds": 1.0, "inputs": {}})
+    assert entry.manifest is not None
+    (entry.folder / "part-0.parquet").write_text("")
+    assert entry.manifest is None
+    (entry.folder / "part-0.parquet").write_text("rows")
+    (entry.folder / "manifest.json").write_text("[]")
+    assert entry.manifest is None
+
+
+def test_a_spoilt_memory_of_digests_is_computed_again(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    before = Store(tmp_path).digests().of([str(tmp_path / "file")])
+    (tmp_path / "store" / ".digests.json").write_text("[1]")
+    assert Store(tmp_path).digests().of([str(tmp_path / "file")]) == before
