@@ -2,9 +2,8 @@
 
 import importlib.util
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from pydantic import BaseModel, Field, NonNegativeFloat
@@ -42,8 +41,7 @@ class EncoderConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
     max_length: Annotated[int, Field(ge=3)] = 32               # tokens a training sentence keeps
 
 
-@dataclass(frozen=True)
-class Layers:
+class Layers(NamedTuple):
     """What pooling needs of every layer, index 0 being the embeddings: T+1 vectors a sentence, not T+1 matrices."""
 
     cls: Tensor                                                # (T+1, B, d) the [CLS] vectors
@@ -120,8 +118,7 @@ class LayerAttention(nn.Module):
         return pooled_and_corrected
 
 
-@dataclass(frozen=True)
-class Encoding:
+class Encoding(NamedTuple):                                    # a tuple, so that ZeRO-3 finds the tensors in it
     """One forward pass: the embeddings and what they were pooled from."""
 
     embedding: Tensor                                          # (B, D) float32, not normalised
