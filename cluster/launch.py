@@ -43,6 +43,8 @@ def start_ray() -> None:
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if not _joined():
+            paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]      # workers run this checkout, whatever is installed
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             ray.init(address="local", include_dashboard=False, **quiet)    # not some head that runs here, too
             return
         _knock(os.environ["RAY_ADDRESS"])
