@@ -43,7 +43,7 @@ def start_ray() -> None:
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         if not _joined():
-            paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]      # workers run this checkout, whatever is installed
+            paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]      # workers run this checkout, installed or not
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             ray.init(address="local", include_dashboard=False, **quiet)    # not some head that runs here, too
             return
