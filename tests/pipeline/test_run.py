@@ -184,10 +184,13 @@ class TestWithRay:
         assert not (tmp_path / "runs" / "mlflow.db").exists()
 
     def test_a_failure_says_which_stage_where_to_look_and_how_to_go_on(self, toy: Path, tmp_path: Path) -> None:
-        broken = tmp_path / "broken"
-        tiny.save_bert(broken)
-        (broken / "model.safetensors").write_bytes(b"no weights")
-        changes = options("train=null", "encoder.pooling=mean", f"encoder.name={broken}", "tracking.enabled=false")
+        whole = tmp_path / "whole"
+        tiny.save_bert(whole)
+        changes = options("train=null", "encoder.pooling=mean", f"encoder.name={whole}", "tracking.enabled=false")
+        planned = run(tmp_path, "--config", toy / "toy.yaml", *changes, "--plan")
+        key = next(line.split()[1] for line in planned.stdout.splitlines() if line.startswith("after"))
+        store = next(tmp_path.rglob("store"))
+        (store / f"after-{key}.partial" / "scores.json").mkdir(parents=True)       # where the stage wants to write
         done = run(tmp_path, "--config", toy / "toy.yaml", *changes)
         assert done.process.returncode == 1, done.stderr
         lines = done.stderr.splitlines()
@@ -198,7 +201,7 @@ class TestWithRay:
         assert Path(left.removeprefix("what it left: ")).name.startswith("after-")
         assert again.startswith("to go on: ")
         assert again.endswith(f"{RUN} --config {toy}/toy.yaml --set train=null --set encoder.pooling=mean "
-                              f"--set encoder.name={broken} --set tracking.enabled=false")  # fmt: skip
+                              f"--set encoder.name={whole} --set tracking.enabled=false")  # fmt: skip
 
     @pytest.mark.parametrize(
         ("number", "said"), [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")], ids=["SIGTERM", "Ctrl-C"]
