@@ -1,13 +1,15 @@
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline import run as run_module
 from tests import tiny
-from tests.command import RUN, command, cpu_seconds, run
+from tests.command import RUN, Command, command, cpu_seconds, run
 
 CONFIG = """
 corpus: {{source: {{kind: text, path: {folder}/corpus.txt}}}}
@@ -184,24 +186,20 @@ class TestWithRay:
         assert not (tmp_path / "runs" / "mlflow.db").exists()
 
     def test_a_failure_says_which_stage_where_to_look_and_how_to_go_on(self, toy: Path, tmp_path: Path) -> None:
-        whole = tmp_path / "whole"
-        tiny.save_bert(whole)
-        changes = options("train=null", "encoder.pooling=mean", f"encoder.name={whole}", "tracking.enabled=false")
-        planned = run(tmp_path, "--config", toy / "toy.yaml", *changes, "--plan")
-        key = next(line.split()[1] for line in planned.stdout.splitlines() if line.startswith("after"))
-        store = next(tmp_path.rglob("store"))
-        (store / f"after-{key}.partial" / "scores.json").mkdir(parents=True)       # where the stage wants to write
-        done = run(tmp_path, "--config", toy / "toy.yaml", *changes)
-        assert done.process.returncode == 1, done.stderr
-        lines = done.stderr.splitlines()
-        at = next(place for place, line in enumerate(lines) if line.startswith("error: "))
-        error, log, left, again = lines[at:]
-        assert error.startswith("error: stage after failed: ")
-        assert "Traceback" in Path(log.removeprefix("log: ")).read_text()
-        assert Path(left.removeprefix("what it left: ")).name.startswith("after-")
-        assert again.startswith("to go on: ")
-        assert again.endswith(f"{RUN} --config {toy}/toy.yaml --set train=null --set encoder.pooling=mean "
-                              f"--set encoder.name={whole} --set tracking.enabled=false")  # fmt: skip
+        arguments = ("--config", toy / "toy.yaml", "--until", "corpus", "--set", "corpus.min_words=2")
+        with command(tmp_path, *arguments, "--fresh", "corpus") as started:
+            started.wait_until(lambda: stage_processes(started, "corpus"))
+            stage_processes(started, "corpus")[0].kill()       # as the system does when memory runs out
+            assert started.wait() == 1, started.stderr
+        error, log, left, again = started.stderr.splitlines()[-4:]
+        assert error.startswith("error: stage corpus failed: WorkerCrashedError: ")
+        partial = Path(left.removeprefix("what it left: "))
+        assert partial.is_dir()
+        assert partial.parent == tmp_path / "runs" / "store"
+        assert log == f"log: {partial}/log.txt"
+        assert again == (
+            f"to go on: {sys.executable} {RUN} --config {toy}/toy.yaml --set corpus.min_words=2 --until corpus"
+        )
 
     @pytest.mark.parametrize(
         ("number", "said"), [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")], ids=["SIGTERM", "Ctrl-C"]
@@ -217,3 +215,12 @@ class TestWithRay:
         last = started.stderr.splitlines()[-1]
         assert last == f"{said}; to go on: {sys.executable} {RUN} {' '.join(map(str, arguments))}"
         started.assert_nothing_is_left()
+
+
+def stage_processes(started: Command, stage: str) -> list[psutil.Process]:
+    """The process in which a stage runs."""
+    found = []
+    for process in psutil.Process(started.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            found += [process] if process.cmdline()[:1] == [f"ray::{stage}"] else []
+    return found
