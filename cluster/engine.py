@@ -48,11 +48,14 @@ class PlainEngine:
     def step(self, loss: Tensor, learning_rate: float) -> float:
         """One AdamW step."""
         set_learning_rate(self.optimizer, learning_rate)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._backward(loss)
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clipping)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(norm)
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def weights(self) -> dict[str, Tensor]:
         """The state dict."""
@@ -95,14 +98,9 @@ class DDPEngine(PlainEngine):
         if world.size > 1 and not isinstance(self.model, nn.parallel.DistributedDataParallel):
             raise RuntimeError(f"Accelerate prepared a {type(self.model).__name__} where DDP was asked for")
 
-    def step(self, loss: Tensor, learning_rate: float) -> float:
-        """One optimizer step on the gradient averaged over ranks."""
-        set_learning_rate(self.optimizer, learning_rate)
+    def _backward(self, loss: Tensor) -> None:
+        """Leave the gradient averaged over ranks."""
         self._accelerator.backward(loss)
-        norm = self._accelerator.clip_grad_norm_(self.model.parameters(), self.clipping)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(norm)
 
     def save(self, folder: Path) -> None:
         """As one process does, by rank 0: every rank holds the same."""
@@ -130,7 +128,8 @@ class DeepSpeedEngine:
 
         # On a CPU, DeepSpeed would compile an all-reduce of its own: a minute or more, a compiler to be there, and
         # after a kill at that time a lock file on which every later start waits for ever. Gloo serves as well.
-        deepspeed.ops.__compatible_ops__ = {}
+        if not on_gpu:
+            deepspeed.ops.__compatible_ops__ = {}
 
         plugin = DeepSpeedPlugin(
             hf_ds_config={

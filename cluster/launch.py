@@ -17,7 +17,7 @@ from ray import cloudpickle
 from ray.exceptions import RayTaskError
 
 from cluster.config import ClusterConfig
-from cluster.errors import InputError
+from cluster.errors import InputError, first_line
 from cluster.world import Solo, TorchWorld, World
 
 Item = TypeVar("Item")
@@ -54,11 +54,11 @@ def start_ray() -> None:
     except Exception as error:                                         # Ray raises bare ones, too
         if _joined():
             raise InputError(
-                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster takes us there ({_first_line(error)}); "
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster takes us there ({first_line(error)}); "
                 "start it, correct RAY_ADDRESS, or unset it to run on this machine"
             ) from error
         raise ConnectionError(
-            f"Ray does not start on this machine ({_first_line(error)}); see /tmp/ray/session_latest/logs, "
+            f"Ray does not start on this machine ({first_line(error)}); see /tmp/ray/session_latest/logs, "
             "and whether other work leaves it processors, memory and disk"
         ) from error
     finally:
@@ -80,10 +80,6 @@ def _knock(address: str) -> None:
 def _joined() -> bool:
     """Whether the cluster is another's, to which nodes may be added, rather than this machine alone."""
     return bool(os.environ.get("RAY_ADDRESS"))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def stop_ray() -> None:

@@ -127,9 +127,7 @@ class Experiment:
 
     def _execute(self, track: tuple[str, str] | None) -> list[Outcome]:
         self._link({item.stage.name: item.entry.partial for item in self.planned if not item.cached})
-        cluster = self.config.cluster
-        if any(not item.cached for item in self.planned):
-            cluster = with_device(cluster)
+        cluster = with_device(self.config.cluster)
         with Display() as display:
             return execute(
                 self.planned,

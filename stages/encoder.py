@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from cluster.errors import InputError
+from cluster.errors import InputError, first_line
 
 Pooling = Literal["cls", "mean", "first-last-mean", "layer-attention"]
 
@@ -332,11 +332,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         return AutoTokenizer.from_pretrained(str(source) if source.is_dir() else resolve(name))
     except (OSError, ValueError) as error:
         raise InputError(f"encoder.name={name!r}: its tokenizer cannot be read ({first_line(error)})") from error
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _write_sentence_transformers_files(folder: Path, config: EncoderConfig, hidden: int) -> None:

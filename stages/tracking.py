@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
-from cluster.errors import InputError
+from cluster.errors import InputError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def start_run(uri: str, experiment: str, run_name: str, root: Path, run_id: str 
         created: str = client.create_run(experiment_id, run_name=run_name).info.run_id
     except _mlflow_errors() as error:
         raise InputError(
-            f"MLflow cannot be used at {uri} ({_first_line(error)}); start the server, "
+            f"MLflow cannot be used at {uri} ({first_line(error)}); start the server, "
             "correct or unset MLFLOW_TRACKING_URI, or set tracking.enabled=false"
         ) from error
     return created
@@ -184,7 +184,7 @@ class LiveMetrics:
                 log = log or _MetricLog(*self._tracking)
                 log.send(points)
             except Exception as error:                         # whatever it is, training goes on
-                self._lose(len(points), _first_line(error))
+                self._lose(len(points), first_line(error))
 
     def _lose(self, steps: int, why: str) -> None:
         if self.lost == 0:
@@ -275,7 +275,7 @@ def fail_run(uri: str, run_id: str, reason: str) -> None:
         client.set_tag(run_id, "failure", reason[:MAX_TAG])
         client.set_terminated(run_id, "FAILED")
     except Exception as error:
-        logger.warning("MLflow was not told of the failure (%s)", _first_line(error))
+        logger.warning("MLflow was not told of the failure (%s)", first_line(error))
 
 
 class _MetricLog:
@@ -430,7 +430,7 @@ def _speaking_of(uri: str, what: str) -> Iterator[None]:
     try:
         yield
     except _mlflow_errors() as error:
-        raise TrackingError(f"MLflow at {uri} did not take {what}: {_first_line(error)}") from error
+        raise TrackingError(f"MLflow at {uri} did not take {what}: {first_line(error)}") from error
 
 
 def _mlflow_errors() -> tuple[type[Exception], ...]:
@@ -492,7 +492,3 @@ def _name(text: str) -> str:
 
 def _now() -> int:
     return math.floor(time.time() * 1000)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

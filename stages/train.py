@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from cluster.config import ClusterConfig
 from cluster.engine import Engine, build_engine
@@ -143,7 +144,7 @@ def train_worker(task: Task, world: World) -> None:
         if config.patience is not None and position.without_improvement >= config.patience:
             break
         rows = own_share(global_rows(len(run.sentences), config.batch_size, step, task.job.seed), world)
-        batch = to_device(run.sentences.batch(rows, run.pad), run.engine.device)
+        batch = to_device(run.sentences.batch(rows, run.tokenizer.pad_token_id), run.engine.device)
         run.method.train()
         loss, metrics = run.engine.model(batch, world)
         rate = learning_rate(step, run.steps, config.learning_rate, config.warmup)
@@ -188,7 +189,7 @@ class Run:
     engine: Engine
     sentences: TokenisedSentences
     validation: Validation
-    pad: int
+    tokenizer: PreTrainedTokenizerFast
     steps: int
     live: LiveMetrics
     progress: Progress
@@ -217,7 +218,7 @@ class Run:
             engine,
             sentences,
             Validation.read(config.validation, job.evaluation_data, tokenizer, max_positions(job.encoder.name)),
-            pad=tokenizer.pad_token_id,
+            tokenizer=tokenizer,
             steps=config.steps or config.epochs * (len(sentences) // config.batch_size),
             live=LiveMetrics(tracked),
             progress=task.context.progress,
@@ -285,7 +286,7 @@ class Run:
             target = self._kept_encoder(step)
             aside = target.with_suffix(".partial")
             shutil.rmtree(aside, ignore_errors=True)
-            self.method.encoder.save(aside, load_tokenizer(self.task.job.encoder.name), weights)
+            self.method.encoder.save(aside, self.tokenizer, weights)
             shutil.rmtree(target, ignore_errors=True)
             aside.rename(target)
 
