@@ -3,9 +3,10 @@
 import difflib
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveInt, model_validator
 
 STS_TASKS = ("STS12", "STS13", "STS14", "STS15", "STS16", "STS-B", "SICK-R")
+TRANSFER_TASKS = ("MR", "CR", "SUBJ", "MPQA", "SST2", "TREC", "MRPC")
 GRADED_SAMPLE = "graded-sample"                                # the pairs that come with this package
 
 BaselinePooling = Literal["cls", "mean", "first-last-mean"]
@@ -13,18 +14,24 @@ BaselinePooling = Literal["cls", "mean", "first-last-mean"]
 _OTHER_NAMES = {"stsbenchmark": "STS-B", "sickrelatedness": "SICK-R", "sick": "SICK-R"}
 
 
-def sts_task(name: str) -> str:
+def task_named(name: str, tasks: tuple[str, ...], kind: str) -> str:
     """The task that ``name`` means: STS-B for STSb, sts_b and STSBenchmark, SICK-R for SICKRelatedness.
+
+    Args:
+        name: as the user wrote it.
+        tasks: those that there are.
+        kind: what they are, for the message.
 
     Raises:
         ValueError: there is no such task; names the nearest.
     """
-    known = _OTHER_NAMES | {_plain(task): task for task in STS_TASKS}
+    known = {plain: task for plain, task in _OTHER_NAMES.items() if task in tasks}
+    known |= {_plain(task): task for task in tasks}
     if _plain(name) in known:
         return known[_plain(name)]
     near = difflib.get_close_matches(_plain(name), known, n=1, cutoff=0.5)
     hint = f"did you mean {known[near[0]]}? " if near else ""
-    raise ValueError(f"there is no similarity task {name!r}; {hint}Known are {', '.join(STS_TASKS)}, or all, or none")
+    raise ValueError(f"there is no {kind} task {name!r}; {hint}Known are {', '.join(tasks)}, or all, or none")
 
 
 def _plain(name: str) -> str:
@@ -36,21 +43,44 @@ def _one_or_many(value: object) -> object:
     return (value,) if isinstance(value, str) and value not in ("all", "none") else value
 
 
-def _in_table_order(tasks: tuple[str, ...] | str) -> tuple[str, ...] | str:
+def _in_table_order(tasks: tuple[str, ...], kind: str) -> AfterValidator:
     """Give equal choices one spelling, so that they have one key in the store."""
-    if isinstance(tasks, str):
-        return tasks
-    chosen = {sts_task(name) for name in tasks}
-    return tuple(task for task in STS_TASKS if task in chosen) or "none"
+
+    def order(chosen: tuple[str, ...] | str) -> tuple[str, ...] | str:
+        if isinstance(chosen, str):
+            return chosen
+        meant = {task_named(name, tasks, kind) for name in chosen}
+        return tuple(task for task in tasks if task in meant) or "none"
+
+    return AfterValidator(order)
+
+
+Tasks = tuple[str, ...] | Literal["all", "none"]
+
+
+class SimilaritySet(BaseModel, extra="forbid", frozen=True):
+    """Any file or hub data set of sentence pairs with a score, or with 1 for alike and 0 for not."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    path: str                                                  # csv, tsv, txt, jsonl or parquet file; hub: owner/name
+    kind: Literal["file", "hub"] = "file"
+    columns: tuple[str | int, str | int, str | int] = ("sentence1", "sentence2", "label")
+                                                               # positions from 0 of a csv or tsv without header line
+    validation: str | None = None                              # file, or split of the hub's set, that chooses the
+                                                               # threshold of binary labels
+    subset: str | None = None                                  # these three of hub sets alone
+    split: str = "test"
+    revision: str | None = None
 
 
 class EvaluateConfig(BaseModel, extra="forbid", frozen=True):
     """All that decides the scores, beside the encoder; where they are computed is ClusterConfig's matter."""
 
     data: str | None = None                                    # folder in SentEval layout; null: the graded sample
-    sts: Annotated[
-        tuple[str, ...] | Literal["all", "none"], BeforeValidator(_one_or_many), AfterValidator(_in_table_order)
-    ] = "all"
+    sts: Annotated[Tasks, BeforeValidator(_one_or_many), _in_table_order(STS_TASKS, "similarity")] = "all"
+    transfer: Annotated[Tasks, BeforeValidator(_one_or_many), _in_table_order(TRANSFER_TASKS, "transfer")] = "none"
+    protocol: Literal["full", "fast"] = "full"                 # of transfer: 10 folds as in SentEval, or 5
+    similarity: tuple[SimilaritySet, ...] = ()                 # other sets of scored or binary pairs
     baseline_poolings: tuple[BaselinePooling, ...] = ("cls", "mean", "first-last-mean")
     batch_size: PositiveInt = 64                               # sentences per forward pass
     max_length: PositiveInt | None = None                      # tokens; null: as many as the encoder has positions
@@ -63,6 +93,15 @@ class EvaluateConfig(BaseModel, extra="forbid", frozen=True):
                 f"evaluate.sts names {', '.join(self.sts)} but evaluate.data is null; "
                 "set evaluate.data to a folder in SentEval layout, or evaluate.sts to all for the graded sample"
             )
+        if self.data is None and self.transfer != "none":
+            raise ValueError(
+                f"evaluate.transfer={', '.join(self.transfer_tasks)} but evaluate.data is null; "
+                "set evaluate.data to a folder in SentEval layout, or evaluate.transfer to none"
+            )
+        names = [each.name for each in self.similarity]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"evaluate.similarity has two sets named {twice}; give each a name of its own")
         return self
 
     @property
@@ -73,3 +112,10 @@ class EvaluateConfig(BaseModel, extra="forbid", frozen=True):
         if self.data is None:
             return (GRADED_SAMPLE,)
         return STS_TASKS if isinstance(self.sts, str) else self.sts
+
+    @property
+    def transfer_tasks(self) -> tuple[str, ...]:
+        """The transfer tasks to score, in the order of the papers' tables."""
+        if self.transfer == "none":
+            return ()
+        return TRANSFER_TASKS if isinstance(self.transfer, str) else self.transfer
