@@ -16,25 +16,41 @@ from cluster.errors import InputError, first_line
 Row = tuple[int, list[str]]                                    # line number from 1, fields
 
 
-def read_lines(path: Path) -> list[str]:
-    r"""The lines of a UTF-8 file (or .gz) without their ends; only ``\n`` and ``\r\n`` end a line.
+def read_lines(path: Path, encodings: Sequence[str] = ("utf-8",)) -> list[str]:
+    r"""The lines of a file (or .gz) without their ends; only ``\n`` and ``\r\n`` end a line.
 
     ``str.splitlines`` would also split at the control characters that web text carries.
 
+    Args:
+        path: a byte order mark is passed over.
+        encodings: the first that fits the whole file is taken.
+
     Raises:
-        InputError: there is no such file, or a line is not UTF-8.
+        InputError: there is no such file, or a line is not in the last of the encodings.
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n") if content else []
+    *preferred, encoding = encodings
+    encoding = next((each for each in preferred if _fits(content, each)), encoding)
     decoded = []
     for number, line in enumerate(lines, start=1):
         try:
-            decoded.append(line.decode("utf-8").removesuffix("\r"))
+            decoded.append(line.decode(encoding).removesuffix("\r"))
         except UnicodeDecodeError as error:
-            raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file") from None
+            raise InputError(
+                f"{path}, line {number}: not {encoding.upper()} ({error.reason}); convert the file"
+            ) from None
     return decoded
+
+
+def _fits(content: bytes, encoding: str) -> bool:
+    try:
+        content.decode(encoding)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def sentence(text: str, path: Path, line: int) -> str:
