@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -256,7 +257,8 @@ def _draw_panels(
             axis.tick_params(labelbottom=False)
     for axis in empty:
         axis.set_visible(False)
-    figure.suptitle(f"{tasks[0]}: {title}" if alone else title[0].upper() + title[1:], fontsize=11)
+    heading = f"{tasks[0]}: {title}" if alone else title[0].upper() + title[1:]
+    figure.suptitle(fill(heading, int(10 * figure.get_figwidth())), fontsize=11)     # so many characters an inch
     _save(figure, path)
 
 
