@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from stages.corpus.config import CorpusConfig
 from stages.corpus.sources import Chunk, documents
 
-EXAMPLES = 3                                                   # dropped sentences that the statistics quote, a reason
+EXAMPLES = 3                                                   # sentences that the statistics quote, a reason
 
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _INVISIBLE = re.compile("[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff\ufff9-\ufffb]")
@@ -34,11 +34,13 @@ class Cleaned:
     examples: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     size: int = 0                                              # bytes of the sentences that passed, repeated ones too
     file: str | None = None                                    # of those sentences, once each
+    overlap: set[int] = field(default_factory=set)             # ``sentence_hash`` of those in the evaluation data
 
     def add(self, other: "Cleaned") -> None:
-        """Take another chunk's counts and examples in."""
+        """Take another chunk's counts, overlap and examples in."""
         self.counts += other.counts
         self.size += other.size
+        self.overlap |= other.overlap
         for reason, found in other.examples.items():
             self.examples[reason] = sorted({*self.examples.get(reason, []), *found})[:EXAMPLES]
 
@@ -49,7 +51,7 @@ class Cleaner:
 
     config: CorpusConfig
     seed: int
-    excluded: NDArray[np.uint64]                               # sorted, of ``comparison_hashes``
+    evaluation: NDArray[np.uint64]                             # ``comparison_hashes`` of its sentences, sorted
     scratch: Path
 
     def __call__(self, chunk: Chunk) -> Cleaned:
@@ -77,22 +79,27 @@ class Cleaner:
                 yield clean
 
     def _filter(self, sentences: list[str], cleaned: Cleaned) -> list[str]:
-        dropped: dict[str, list[str]] = {"too_short": [], "too_long": [], "in_evaluation_data": []}
+        quoted: dict[str, list[str]] = {"too_short": [], "too_long": [], "in_evaluation_data": []}
         passed = []
         for sentence in sentences:
             words = count_words(sentence)
             if words < self.config.min_words:
-                dropped["too_short"].append(sentence)
+                quoted["too_short"].append(sentence)
             elif words > self.config.max_words:
-                dropped["too_long"].append(sentence)
+                quoted["too_long"].append(sentence)
             else:
                 passed.append(sentence)
-        if len(self.excluded):
-            known = _contains(self.excluded, comparison_hashes(passed))
-            dropped["in_evaluation_data"] = [passed[at] for at in np.flatnonzero(known)]
-            passed = [passed[at] for at in np.flatnonzero(~known)]
-        for reason, texts in dropped.items():
-            cleaned.counts[reason] = len(texts)
+        if len(self.evaluation):
+            known = _contains(self.evaluation, comparison_hashes(passed))
+            overlap = [passed[at] for at in np.flatnonzero(known)]
+            cleaned.overlap = {sentence_hash(text, self.seed) for text in overlap}
+            quoted["in_evaluation_data"] = overlap
+            if self.config.exclude_evaluation:
+                cleaned.counts["in_evaluation_data"] = len(overlap)
+                passed = [passed[at] for at in np.flatnonzero(~known)]
+        for length in ("too_short", "too_long"):
+            cleaned.counts[length] = len(quoted[length])
+        for reason, texts in quoted.items():
             drawn = {(xxhash.xxh3_64_intdigest(text.encode(), self.seed & _WORD), text[:200]) for text in texts}
             cleaned.examples[reason] = sorted(drawn)[:EXAMPLES]
         return passed
@@ -121,6 +128,11 @@ def comparison_hashes(sentences: Iterable[str]) -> NDArray[np.uint64]:
     """
     plain = (_NO_LETTERS.sub("", unicodedata.normalize("NFKC", sentence).casefold()) for sentence in sentences)
     return np.fromiter((xxhash.xxh3_64_intdigest(sentence.encode()) for sentence in plain), np.uint64)
+
+
+def sentence_hash(sentence: str, seed: int) -> int:
+    """128 bits, in whose order ``write_sorted`` and the shards have the sentences."""
+    return xxhash.xxh3_128_intdigest(sentence.encode(), seed & _WORD)
 
 
 def _contains(among: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.bool_]:

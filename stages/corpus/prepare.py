@@ -7,11 +7,12 @@ and the first n are the sample.
 """
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+import pyarrow.parquet as pq
 from pydantic import BaseModel, PositiveInt
 
 from cluster.data import each, stream
@@ -19,12 +20,14 @@ from cluster.errors import InputError
 from stages.artifacts import Corpus
 from stages.context import Context, Progress
 from stages.corpus import sources
-from stages.corpus.clean import Cleaned, Cleaner, comparison_hashes
+from stages.corpus.clean import Cleaned, Cleaner, comparison_hashes, sentence_hash
 from stages.corpus.config import CorpusConfig, PythonDocsSource
 from stages.corpus.prose import documented_versions, versions_digest
 from stages.corpus.shards import DistinctCounter, HashRange, Shard, ShardWriter
 from stages.encoder import load_tokenizer
-from stages.evaluate.sts import all_sentences
+from stages.evaluate.data import evaluation_sentences
+
+logger = logging.getLogger(__name__)
 
 
 class CorpusJob(BaseModel, extra="forbid", frozen=True):
@@ -34,7 +37,8 @@ class CorpusJob(BaseModel, extra="forbid", frozen=True):
     tokenizer: str                                             # of the encoder with this name or folder
     max_length: PositiveInt                                    # tokens that a sentence keeps, special ones included
     seed: int                                                  # of the order and the sample
-    exclude: str | None                                        # evaluation data, SentEval layout; None: the sample
+    exclude: str | None                                        # evaluation data, SentEval layout; None: the sample;
+                                                               # whether it is dropped says ``exclude_evaluation``
 
 
 def check_source(config: CorpusConfig) -> list[str]:
@@ -67,6 +71,8 @@ def prepare_corpus(job: CorpusJob, context: Context) -> Corpus:
         shards, distinct = _plan(files, cleaned.size, job.corpus.sample)
         writer = ShardWriter(files, tokenizer, job.max_length, context.out)
         statistics = _statistics(job.corpus, cleaned, distinct) | _write(shards, writer, progress)
+        last_shard = context.out / f"part-{shards[-1].number:05}.parquet"
+        statistics["evaluation_overlap"] = _overlap(job, cleaned.overlap, last_shard)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)             # after an error, tasks may still be writing there
     (context.out / "statistics.json").write_text(json.dumps(statistics, indent=2, ensure_ascii=False) + "\n")
@@ -93,7 +99,8 @@ def _remove_leftovers(out: Path, scratch: Path) -> None:
 def _clean(job: CorpusJob, scratch: Path, progress: Progress) -> tuple[Cleaned, list[str]]:
     """First pass: the sum of all counts, and the scratch files."""
     source = job.corpus.source
-    cleaner = Cleaner(job.corpus, job.seed, _excluded(job), scratch)
+    evaluation = np.unique(comparison_hashes(evaluation_sentences(job.exclude)))
+    cleaner = Cleaner(job.corpus, job.seed, evaluation, scratch)
     total, files = Cleaned(), list[str]()
     progress.update(0, None, "sentences", "reading and cleaning")
     for cleaned in stream(sources.split_source(source), lambda part: sources.read_part(source, part), cleaner):
@@ -104,10 +111,6 @@ def _clean(job: CorpusJob, scratch: Path, progress: Progress) -> tuple[Cleaned, 
     if not files:
         raise InputError(_nothing_left(job.corpus, total))
     return total, files
-
-
-def _excluded(job: CorpusJob) -> NDArray[np.uint64]:
-    return np.unique(comparison_hashes(all_sentences(job.exclude) if job.corpus.exclude_evaluation else []))
 
 
 def _nothing_left(config: CorpusConfig, cleaned: Cleaned) -> str:
@@ -144,6 +147,24 @@ def _write(shards: list[Shard], writer: ShardWriter, progress: Progress) -> dict
         truncated += written.truncated
         progress.update(done, total, "sentences", "tokenising")
     return {"kept": total, "tokens": tokens, "truncated": truncated, "mean_length": tokens / total}
+
+
+def _overlap(job: CorpusJob, found: set[int], last_shard: Path) -> dict[str, int]:
+    """How many distinct sentences of the corpus occur in the evaluation data, and were dropped for it or kept.
+
+    The corpus is sorted by the sentences' hashes, so those that a sample left out are beyond its last sentence.
+    """
+    if job.corpus.exclude_evaluation:
+        return {"distinct": len(found), "dropped": len(found), "kept": 0}
+    last = pq.read_table(last_shard, columns=["text"])["text"][-1].as_py()
+    kept = sum(each <= sentence_hash(last, job.seed) for each in found)
+    if kept:
+        logger.warning(
+            "%d sentences of the corpus occur in the evaluation data and are kept, so scores may flatter; "
+            "corpus.exclude_evaluation=true drops them",
+            kept,
+        )
+    return {"distinct": len(found), "dropped": 0, "kept": kept}
 
 
 def _statistics(config: CorpusConfig, cleaned: Cleaned, distinct: int) -> dict[str, object]:

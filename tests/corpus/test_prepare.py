@@ -14,7 +14,7 @@ from stages.corpus import files
 from stages.corpus.config import CorpusConfig
 from stages.corpus.prepare import CorpusJob, prepare_corpus
 from stages.encoder import load_tokenizer
-from stages.evaluate.sts import all_sentences
+from stages.evaluate.data import evaluation_sentences
 from tests.corpus.conftest import TOKENIZER, Prepared, sentences, write
 
 pytestmark = pytest.mark.cluster
@@ -22,7 +22,7 @@ Prepare = Callable[..., Prepared]
 
 
 def test_each_count_of_the_statistics_is_right(prepare: Prepare, tmp_path: Path) -> None:
-    known = next(text for text in all_sentences(None) if 5 <= len(text.split()) <= 12 and text.isascii())
+    known = next(text for text in evaluation_sentences(None) if 5 <= len(text.split()) <= 12 and text.isascii())
     lines = [
         "A first sentence stands here. A second sentence stands beside it.",
         "A first  sentence\u00a0stands here.",                 # a duplicate once its spaces are normalised
@@ -40,6 +40,7 @@ def test_each_count_of_the_statistics_is_right(prepare: Prepare, tmp_path: Path)
     assert found.statistics["too_short"] == 1
     assert found.statistics["too_long"] == 1
     assert found.statistics["in_evaluation_data"] == 1
+    assert found.statistics["evaluation_overlap"] == {"distinct": 1, "dropped": 1, "kept": 0}
     assert found.statistics["duplicates"] == 1
     assert found.statistics["sampled_away"] == 0
     assert found.statistics["kept"] == len(found.table) == 3
@@ -129,6 +130,51 @@ def test_without_segmentation_a_line_is_a_sentence(prepare: Prepare, tmp_path: P
     path = write(tmp_path / "corpus.txt", line)
     assert prepare({"kind": "text", "path": str(path)}, segment=False).texts == [line]
     assert len(prepare({"kind": "text", "path": str(path)}).texts) == 2
+
+
+@pytest.fixture
+def overlapping(tmp_path: Path) -> dict[str, str]:
+    """A source of 400 plain sentences and of ten from the evaluation data: in two spellings, one of them repeated."""
+    known = [text for text in evaluation_sentences(None) if text.isascii() and text != text.upper()][:10]
+    lines = [*known, *known, *sentences(200), *map(str.upper, known), *sentences(200, start=200)]
+    return {"kind": "text", "path": str(write(tmp_path / "overlapping.txt", "\n".join(lines)))}
+
+
+def test_sentences_of_the_evaluation_data_are_counted_once_each_where_they_are_dropped(
+    prepare: Prepare, overlapping: dict[str, str]
+) -> None:
+    found = prepare(overlapping, segment=False, min_words=1, exclude_evaluation=True)
+    assert found.statistics["evaluation_overlap"] == {"distinct": 20, "dropped": 20, "kept": 0}
+    assert found.statistics["in_evaluation_data"] == 30
+    assert sorted(found.texts) == sorted(sentences(400))
+
+
+def test_sentences_of_the_evaluation_data_are_counted_and_warned_of_where_they_are_kept(
+    prepare: Prepare, overlapping: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = prepare(overlapping, segment=False, min_words=1, exclude_evaluation=False)
+    assert found.statistics["evaluation_overlap"] == {"distinct": 20, "dropped": 0, "kept": 20}
+    assert found.statistics["in_evaluation_data"] == 0         # dropped ones
+    assert found.statistics["duplicates"] == 10
+    assert found.statistics["kept"] == 420
+    assert len(found.statistics["examples"]["in_evaluation_data"]) == 3
+    assert "20 sentences of the corpus occur in the evaluation data and are kept" in caplog.text
+
+
+def test_of_a_sample_only_its_own_sentences_count_as_kept(prepare: Prepare, overlapping: dict[str, str]) -> None:
+    found = prepare(overlapping, segment=False, min_words=1, exclude_evaluation=False, sample=100)
+    kept = len(set(found.texts) - set(sentences(400)))
+    assert 0 < kept < 20
+    assert found.statistics["evaluation_overlap"] == {"distinct": 20, "dropped": 0, "kept": kept}
+
+
+def test_a_corpus_apart_from_the_evaluation_data_gives_no_warning(
+    prepare: Prepare, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "corpus.txt", "\n".join(sentences(20)))
+    found = prepare({"kind": "text", "path": str(path)}, exclude_evaluation=False)
+    assert found.statistics["evaluation_overlap"] == {"distinct": 0, "dropped": 0, "kept": 0}
+    assert "evaluation data" not in caplog.text
 
 
 def test_progress_ends_at_the_number_of_sentences(prepare: Prepare, tmp_path: Path) -> None:
