@@ -132,7 +132,7 @@ class Experiment:
             return execute(
                 self.planned,
                 self.store,
-                lambda folder: Context(out=folder, cluster=cluster, tracking=track),
+                lambda folder: Context(folder, cluster, track, self.store.folder / "embeddings"),
                 display,
             )
 

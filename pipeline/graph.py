@@ -1,5 +1,6 @@
 """Which stages an experiment has, and what each needs."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster.config import ClusterConfig
@@ -7,13 +8,17 @@ from pipeline.config import Config
 from pipeline.dag import Stage
 from stages.corpus.prepare import CorpusJob, check_source, prepare_corpus
 from stages.corpus.prose import versions_digest
-from stages.encoder import check_encoder, resolve
-from stages.evaluate.config import GRADED_SAMPLE
+from stages.encoder import check_encoder, check_poolings, resolve
+from stages.evaluate.config import GRADED_SAMPLE, SimilaritySet
+from stages.evaluate.data import check_evaluation
 from stages.evaluate.evaluate import EvaluateJob, evaluate
-from stages.evaluate.sts import SAMPLE_FILE, check_evaluation
+from stages.evaluate.sts import SAMPLE_FILE
 from stages.train import TrainConfig, TrainJob, check_train, train
 
-BASELINES = ("evaluate.baseline_poolings",)                    # an EvaluateJob names the poolings to score itself
+NOT_DECISIVE = (
+    "evaluate.baseline_poolings",                              # an EvaluateJob names the poolings to score itself
+    "evaluate.keep_embeddings",
+)
 BOOKKEEPING = ("train.log_every", "train.checkpoint_every")    # change no weight
 
 
@@ -26,37 +31,35 @@ def graph(config: Config) -> tuple[Stage, ...]:
         InputError: a file, an encoder or a combination of settings that cannot work.
     """
     config = with_absolute_paths(config)
-    check_encoder(config.encoder.name)
-    encoder = _encoder_files(config.encoder.name)
-    scored = {config.evaluate.data or GRADED_SAMPLE: check_evaluation(config.evaluate)}
+    name, pooling = config.encoder.name, config.encoder.pooling
+    check_encoder(name)
+    check_poolings(name, (pooling, *(config.evaluate.baseline_poolings if config.train else ())))
+    whitening = config.evaluate.whitening
+    fitted_on = ("corpus",) if whitening is not None and whitening.fit == "corpus" else ()
+    scored = check_evaluation(config.evaluate)
     if config.train is None:
-        job = EvaluateJob(
-            evaluate=config.evaluate, encoder=config.encoder.name, poolings=(config.encoder.pooling,)
-        )
-        return (Stage("after", evaluate, job, reads=scored | encoder, indifferent=BASELINES),)
+        corpus = (_corpus(config),) if fitted_on else ()
+        return (*corpus, _evaluate("after", config, scored, name, (pooling,), fitted_on))
     return (
         _corpus(config),
         _train(config, config.train, config.cluster),
-        Stage(
-            "before",
-            evaluate,
-            EvaluateJob(
-                evaluate=config.evaluate,
-                encoder=config.encoder.name,
-                poolings=config.evaluate.baseline_poolings,
-            ),
-            reads=scored | encoder,
-            indifferent=BASELINES,
-        ),
-        Stage(
-            "after",
-            evaluate,
-            EvaluateJob(evaluate=config.evaluate, encoder=None, poolings=(config.encoder.pooling,)),
-            needs=("train",),
-            reads=scored,
-            indifferent=BASELINES,
-        ),
+        _evaluate("before", config, scored, name, config.evaluate.baseline_poolings, fitted_on),
+        _evaluate("after", config, scored, None, (pooling,), ("train", "corpus")),
     )
+
+
+def _evaluate(
+    stage: str,
+    config: Config,
+    scored: Mapping[str, Sequence[str]],
+    encoder: str | None,
+    poolings: tuple[str, ...],
+    needs: tuple[str, ...],
+) -> Stage:
+    """Score an encoder of the config, or, if None, the one of the train stage among ``needs``."""
+    reads = {**scored, **(_encoder_files(encoder) if encoder else {})}
+    job = EvaluateJob(evaluate=config.evaluate, encoder=encoder, poolings=poolings)
+    return Stage(stage, evaluate, job, needs, reads, indifferent=NOT_DECISIVE, version=2)
 
 
 def _corpus(config: Config) -> Stage:
@@ -65,14 +68,13 @@ def _corpus(config: Config) -> Stage:
         tokenizer=config.encoder.name,
         max_length=config.encoder.max_length,
         seed=config.seed,
-        exclude=config.evaluate.data if config.corpus.exclude_evaluation else None,
+        exclude=config.evaluate.data,
     )
     source = config.corpus.source
     reads = {getattr(source, "path", source.kind): check_source(config.corpus), **_encoder_files(config.encoder.name)}
-    if config.corpus.exclude_evaluation:
-        reads[config.evaluate.data or GRADED_SAMPLE] = [config.evaluate.data or str(SAMPLE_FILE)]
+    reads[config.evaluate.data or GRADED_SAMPLE] = [config.evaluate.data or str(SAMPLE_FILE)]
     installed = versions_digest() if source.kind == "python-docs" else ""
-    return Stage("corpus", prepare_corpus, job, reads=reads, also=installed)
+    return Stage("corpus", prepare_corpus, job, reads=reads, also=installed, version=2)
 
 
 def _train(config: Config, settings: TrainConfig, cluster: ClusterConfig) -> Stage:
@@ -95,8 +97,9 @@ def with_absolute_paths(config: Config) -> Config:
     changes: dict[str, object] = {
         "encoder": config.encoder.model_copy(update={"name": _absolute(config.encoder.name)}),
     }
-    if config.evaluate.data is not None:
-        changes["evaluate"] = config.evaluate.model_copy(update={"data": _absolute(config.evaluate.data)})
+    data = None if config.evaluate.data is None else _absolute(config.evaluate.data)
+    similarity = tuple(_with_absolute_files(each) for each in config.evaluate.similarity)
+    changes["evaluate"] = config.evaluate.model_copy(update={"data": data, "similarity": similarity})
     source = config.corpus.source
     if source.kind not in ("hub", "python-docs"):
         path = _absolute(source.path)                          # type: ignore[union-attr]
@@ -106,6 +109,13 @@ def with_absolute_paths(config: Config) -> Config:
         validation = validation.model_copy(update={"path": _absolute(validation.path)})
         changes["train"] = config.train.model_copy(update={"validation": validation})
     return config.model_copy(update=changes)
+
+
+def _with_absolute_files(chosen: SimilaritySet) -> SimilaritySet:
+    files = {"path": _absolute(chosen.path)}
+    if chosen.kind == "file" and chosen.validation is not None:
+        files["validation"] = _absolute(chosen.validation)
+    return chosen.model_copy(update=files)
 
 
 def _absolute(path: str) -> str:

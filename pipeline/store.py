@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from filelock import FileLock, Timeout
 
 from cluster.errors import InputError
-
-CHUNK = 1 << 22
+from stages.artifacts import file_digest
 
 
 @dataclass(frozen=True)
@@ -168,15 +166,6 @@ class Digests:
             aside = self._memory.with_suffix(f".{os.getpid()}")
             aside.write_text(json.dumps(self._known))
             aside.replace(self._memory)
-
-
-def file_digest(file: Path) -> str:
-    """128-bit xxHash of a file's bytes."""
-    digest = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def stage_key(

@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
+CHUNK = 1 << 20                                                # bytes
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -31,3 +35,12 @@ class Scores:
     """``folder/scores.json``: {pooling: S}, S as in the README; ``folder/pairs-POOLING.parquet``: cosines."""
 
     folder: Path
+
+
+def file_digest(file: Path) -> str:
+    """128-bit xxHash of a file's bytes."""
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

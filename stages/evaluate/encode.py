@@ -1,8 +1,9 @@
 """Sentences to vectors: each distinct sentence once, all poolings from one forward pass, on however many workers."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,26 +17,10 @@ from cluster.config import ClusterConfig
 from cluster.errors import InputError
 from cluster.launch import map_tasks, uses_gpu
 from stages.encoder import Encoder, load_tokenizer
+from stages.evaluate import cache
+from stages.evaluate.encoded import Encoded
 
 BATCHES_PER_TASK = 4                                           # enough to outweigh a task's start, few enough to spread
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """What one encoder makes of n sentences."""
-
-    rows: dict[str, int]                                       # sentence -> its row below
-    vectors: dict[str, NDArray[np.float32]]                    # pooling -> (n, D), not normalised
-    layer_similarity: NDArray[np.float32]                      # (n, T+1) cosine of each layer's [CLS] with the last's
-    truncated: NDArray[np.bool_]                               # (n,) longer than the encoder was given it
-
-    def of(self, pooling: str, sentences: Iterable[str]) -> NDArray[np.float32]:
-        """(n, D) the vectors of n sentences, not normalised."""
-        return self.vectors[pooling][self.at(sentences)]
-
-    def at(self, sentences: Iterable[str]) -> list[int]:
-        """The rows of ``sentences``."""
-        return [self.rows[sentence] for sentence in sentences]
 
 
 @dataclass(frozen=True)
@@ -58,6 +43,7 @@ def encode(
     max_length: int,
     cluster: ClusterConfig,
     report: Callable[[int, int], None],
+    kept: Path | None = None,
 ) -> Encoded:
     """Encode the distinct ones among ``sentences`` with a saved encoder.
 
@@ -72,33 +58,38 @@ def encode(
         max_length: tokens, special ones included; longer sentences are cut and counted.
         cluster: where to compute.
         report: called with the sentences done and the distinct sentences there are.
+        kept: folder of embeddings of earlier evaluations, which are taken from there, and of later ones; None: all
+            are computed. A vector that was computed in a batch of other sentences differs by rounding (1e-6).
 
     Raises:
         InputError: an embedding has a number that is NaN or infinite; names pooling and sentence.
     """
     distinct = sorted(set(sentences), key=lambda text: (-len(text), text))
-    if not distinct:
-        return Encoded({}, {}, np.zeros((0, 0), np.float32), np.zeros(0, bool))
-    size = BATCHES_PER_TASK * batch_size
     device = "cuda" if uses_gpu(cluster) else "cpu"
+    key = cache.encoder_key(encoder, max_length, device) if kept is not None else None
+    folder = kept / key if kept is not None and key is not None else None
+    known = cache.read(folder, distinct, poolings) if folder is not None else Encoded.nothing(poolings)
+    missing = [text for text in distinct if text not in known.rows]
+    size = BATCHES_PER_TASK * batch_size
     tasks = [
-        EncodeTask(encoder, tuple(distinct[start : start + size]), poolings, batch_size, max_length, device)
-        for start in range(0, len(distinct), size)
+        EncodeTask(encoder, tuple(missing[start : start + size]), poolings, batch_size, max_length, device)
+        for start in range(0, len(missing), size)
     ]
-    parts: list[Encoded] = []
+    parts = list(_run(tasks, cluster, lambda done: report(len(known.rows) + done, len(distinct))))
+    fresh = Encoded.joined(parts, poolings)
+    if folder is not None:
+        cache.write(folder, fresh)
+    return Encoded.joined([known, fresh], poolings)
+
+
+def _run(tasks: Sequence[EncodeTask], cluster: ClusterConfig, report: Callable[[int], None]) -> Iterator[Encoded]:
     done = 0
-    report(done, len(distinct))
+    report(done)
     for task, part in zip(tasks, map_tasks(encode_task, tasks, cluster), strict=True):
         _check_finite(task, part)
-        parts.append(part)
+        yield part
         done += len(task.sentences)
-        report(done, len(distinct))
-    return Encoded(
-        rows={text: row for row, text in enumerate(distinct)},
-        vectors={pooling: np.concatenate([part.vectors[pooling] for part in parts]) for pooling in poolings},
-        layer_similarity=np.concatenate([part.layer_similarity for part in parts]),
-        truncated=np.concatenate([part.truncated for part in parts]),
-    )
+        report(done)
 
 
 def encode_task(task: EncodeTask) -> Encoded:

@@ -1,6 +1,9 @@
 """The evaluate stage: one encoder, one or more poolings, every task of the config."""
 
 import json
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +13,21 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from cluster.errors import InputError
-from stages.artifacts import Scores, TrainedEncoder
+from stages.artifacts import Corpus, Scores, TrainedEncoder
 from stages.context import Context
+from stages.corpus.clean import comparison_hashes
 from stages.encoder import max_positions
+from stages.evaluate.classifier import transfer_scores
 from stages.evaluate.config import GRADED_SAMPLE, EvaluateConfig
-from stages.evaluate.encode import Encoded, encode
+from stages.evaluate.data import EvaluationData, load_evaluation
+from stages.evaluate.encode import encode
+from stages.evaluate.encoded import Encoded
 from stages.evaluate.geometry import geometry
-from stages.evaluate.sts import ScoredPairs, correlations, load_tasks, pair_cosines
+from stages.evaluate.similarity import similarity_scores
+from stages.evaluate.sts import ScoredPairs, correlations, pair_cosines
+from stages.evaluate.whitening import SENTENCES, Whitening, WhiteningConfig
+
+Embed = Callable[[Sequence[str]], NDArray[np.float32]]         # n sentences -> (n, D)
 
 
 class EvaluateJob(BaseModel, extra="forbid", frozen=True):
@@ -27,34 +38,45 @@ class EvaluateJob(BaseModel, extra="forbid", frozen=True):
     poolings: tuple[str, ...]                                  # each gets its own scores
 
 
-def evaluate(job: EvaluateJob, *inputs: TrainedEncoder, context: Context) -> Scores:
+def evaluate(job: EvaluateJob, *inputs: TrainedEncoder | Corpus, context: Context) -> Scores:
     """Score an encoder; writes ``scores.json`` and ``pairs-POOLING.parquet`` (task, subset, gold, cosine).
 
     Args:
         job: what to score.
-        inputs: the trained encoder, where ``job.encoder`` is None.
+        inputs: the trained encoder, where ``job.encoder`` is None; the corpus, where whitening is fitted on it. A
+            corpus is also searched for the evaluation's sentences.
         context: where to write and compute.
 
     Raises:
         InputError: the data are broken or incomplete, the encoder is unusable, or its embeddings are.
     """
-    tasks, warnings = load_tasks(job.evaluate)
-    encoder = job.encoder or str(inputs[0].folder / "encoder")
+    data = load_evaluation(job.evaluate)
+    encoder = job.encoder or next(str(each.folder / "encoder") for each in inputs if isinstance(each, TrainedEncoder))
+    corpus = next((each for each in inputs if isinstance(each, Corpus)), None)
+    fitted_on = _to_fit(job.evaluate.whitening, corpus)
     progress = context.progress
     encoded = encode(
         encoder,
-        (sentence for pairs in tasks.values() for sentence in pairs.sentences),
+        [*fitted_on, *(sentence for _, sentences in data.sentences() for sentence in sentences)],
         job.poolings,
         job.evaluate.batch_size,
         _max_length(job.evaluate, encoder),
         context.cluster,
         report=lambda done, total: progress.update(done, total, "sentences"),
+        kept=context.embeddings if job.evaluate.keep_embeddings else None,
     )
-    scores = {
-        pooling: _score(tasks, encoded, pooling, context.out)
-        | {"n_sentences": len(encoded.rows), "n_truncated": int(encoded.truncated.sum()), "warnings": warnings}
-        for pooling in job.poolings
+    overlap = _overlap(data, corpus) if corpus is not None else None
+    about = {
+        "n_sentences": len(encoded.rows),
+        "n_truncated": int(encoded.truncated.sum()),
+        "corpus_overlap": overlap,
+        "warnings": data.warnings,
+        "notes": [*_whitening_notes(job.evaluate.whitening, len(fitted_on)), *_overlap_notes(overlap or {})],
     }
+    scores = {}
+    for pooling in job.poolings:
+        space = _Space(encoded, pooling, job.evaluate.whitening, fitted_on)
+        scores[pooling] = _score(job, data, space, context) | about
     (context.out / "scores.json").write_text(json.dumps(scores, indent=2, allow_nan=False) + "\n")
     return Scores(context.out)
 
@@ -84,22 +106,84 @@ def sts_scores(pairs: ScoredPairs, cosines: NDArray[np.float64]) -> dict[str, ob
     return scores | {"subsets": subsets}
 
 
-def _score(tasks: dict[str, ScoredPairs], encoded: Encoded, pooling: str, out: Path) -> dict[str, object]:
+class _Space:
+    """One pooling's embeddings, whitened if so configured."""
+
+    def __init__(
+        self, encoded: Encoded, pooling: str, whitening: WhiteningConfig | None, fitted_on: Sequence[str]
+    ) -> None:
+        self.encoded, self.pooling = encoded, pooling
+        self._plain: Embed = partial(encoded.of, pooling)
+        self._whitening = whitening
+        self._of_corpus: Whitening | None = None
+        if whitening is not None and fitted_on:
+            self._of_corpus = Whitening.fit(self._plain(fitted_on), whitening.dimensions)
+
+    def of_task(self, sentences: Sequence[str]) -> Embed:
+        """The embeddings that one task is scored with, whose sentences these are."""
+        if self._whitening is None:
+            return self._plain
+        fitted = self._of_corpus or Whitening.fit(self._plain(sorted(set(sentences))), self._whitening.dimensions)
+        return lambda texts: fitted(self._plain(texts))
+
+    def layer_similarity(self, sentences: Sequence[str]) -> NDArray[np.float32]:
+        """(n, T+1) cosines of each layer's [CLS] vector with the last one's."""
+        return self.encoded.layer_similarity[self.encoded.at(sentences)]
+
+
+def _score(job: EvaluateJob, data: EvaluationData, space: _Space, context: Context) -> dict[str, object]:
     """All scores of one pooling; its cosines go into a file."""
-    cosines = {
-        task: pair_cosines(encoded.of(pooling, pairs.first), encoded.of(pooling, pairs.second))
-        for task, pairs in tasks.items()
-    }
-    _write_pairs(out / f"pairs-{pooling}.parquet", tasks, cosines)
+    embed = {name: space.of_task(sentences) for name, sentences in data.sentences()}
+    cosines = {name: _cosines(pairs, embed[name]) for name, pairs in data.pairs.items()}
+    _write_pairs(context.out / f"pairs-{space.pooling}.parquet", data.pairs, cosines)
     sts: dict[str, dict[str, object]] = {}
-    for task, pairs in tasks.items():
+    similarity: dict[str, dict[str, object]] = {}
+    for name, pairs in data.pairs.items():
         try:
-            sts[task] = sts_scores(pairs, cosines[task])
+            if name in data.sts:
+                sts[name] = sts_scores(pairs, cosines[name])
+            else:
+                other = data.similarity[name]
+                validation = None if other.validation is None else _cosines(other.validation, embed[name])
+                similarity[name] = similarity_scores(other, cosines[name], validation)
         except InputError as error:
-            raise InputError(f"{task}, {pooling} pooling: {error}") from None
-    average = float(np.mean([scores["spearman"] for scores in sts.values()])) if sts else None
-    curves = [geometry(tasks[task], encoded, pooling) for task in ("STS-B", GRADED_SAMPLE) if task in tasks]
-    return {"sts": sts | {"avg_spearman": average}, "transfer": {}, "geometry": curves[0] if curves else {}}
+            raise InputError(f"{name}, {space.pooling} pooling: {error}") from None
+    transfer = _transfer(job.evaluate, data, embed, context)
+    measured = next((task for task in ("STS-B", GRADED_SAMPLE, *data.sts) if task in data.sts), None)
+    shape = geometry(data.sts[measured], embed[measured], space.layer_similarity) if measured else {}
+    return {
+        "sts": sts | {"avg_spearman": _mean(sts, "spearman")},
+        "similarity": similarity,
+        "transfer": transfer | {"avg_accuracy": _mean(transfer, "test_accuracy")},
+        "geometry": shape | ({"over": measured} if measured else {}),
+    }
+
+
+def _transfer(
+    config: EvaluateConfig, data: EvaluationData, embed: dict[str, Embed], context: Context
+) -> dict[str, dict[str, object]]:
+    progress, scratch = context.progress, context.out / "features"
+    scores: dict[str, dict[str, object]] = {}
+    for name, task in data.transfer.items():
+        scratch.mkdir(exist_ok=True)
+        scores[name] = {**transfer_scores(
+            task,
+            embed[name],
+            config.protocol,
+            context.cluster,
+            scratch,
+            report=lambda done, total, name=name: progress.update(done, total, "folds", name),  # type: ignore[misc]
+        )}
+        shutil.rmtree(scratch)
+    return scores
+
+
+def _cosines(pairs: ScoredPairs, embed: Embed) -> NDArray[np.float64]:
+    return pair_cosines(embed(pairs.first), embed(pairs.second))
+
+
+def _mean(scores: dict[str, dict[str, object]], measure: str) -> float | None:
+    return float(np.mean([score[measure] for score in scores.values()])) if scores else None
 
 
 def _write_pairs(path: Path, tasks: dict[str, ScoredPairs], cosines: dict[str, NDArray[np.float64]]) -> None:
@@ -110,6 +194,44 @@ def _write_pairs(path: Path, tasks: dict[str, ScoredPairs], cosines: dict[str, N
         "cosine": np.concatenate([cosines[task] for task in tasks]) if tasks else [],
     }
     pq.write_table(pa.table(table), path)
+
+
+def _to_fit(whitening: WhiteningConfig | None, corpus: Corpus | None) -> list[str]:
+    """The corpus sentences that whitening is fitted on: the first ones, for the corpus is in a random order."""
+    if whitening is None or whitening.fit != "corpus":
+        return []
+    assert corpus is not None
+    wanted = whitening.sentences or SENTENCES
+    sentences: list[str] = []
+    for file in sorted(corpus.folder.glob("part-*.parquet")):
+        sentences += pq.read_table(file, columns=["text"])["text"].to_pylist()
+        if len(sentences) >= wanted:
+            break
+    return sentences[:wanted]
+
+
+def _overlap(data: EvaluationData, corpus: Corpus) -> dict[str, int]:
+    """How many distinct sentences of each task are in the corpus, case, spaces and punctuation aside."""
+    trained_on = np.unique(np.concatenate([
+        comparison_hashes(pq.read_table(file, columns=["text"])["text"].to_pylist())
+        for file in sorted(corpus.folder.glob("part-*.parquet"))
+    ]))
+    return {
+        name: int(np.isin(np.unique(comparison_hashes(sentences)), trained_on).sum())
+        for name, sentences in data.sentences()
+    }
+
+
+def _overlap_notes(overlap: dict[str, int]) -> list[str]:
+    return [f"{count:,} sentences of {task} are in the corpus, too." for task, count in overlap.items() if count]
+
+
+def _whitening_notes(whitening: WhiteningConfig | None, fitted_on: int) -> list[str]:
+    if whitening is None:
+        return []
+    kept = f"{whitening.dimensions} dimensions" if whitening.dimensions else "all dimensions"
+    on = f"{fitted_on:,} sentences of the corpus" if fitted_on else "the sentences of each task itself, test included"
+    return [f"Embeddings were whitened ({kept}), fitted on {on}."]
 
 
 def _max_length(config: EvaluateConfig, encoder: str) -> int:

@@ -1,12 +1,14 @@
 """How embeddings lie on the unit sphere."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.evaluate.encode import Encoded
 from stages.evaluate.sts import ScoredPairs
 
 POSITIVE_ABOVE = 4.0                                           # of 5: pairs scored higher mean the same
+COMPONENTS = (1, 3, 10)
 
 
 def alignment(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
@@ -37,21 +39,45 @@ def anisotropy(vectors: NDArray[np.float64]) -> float:
     return float(_cosines_between(vectors).mean())
 
 
-def geometry(pairs: ScoredPairs, encoded: Encoded, pooling: str) -> dict[str, object]:
+def variance_share(vectors: NDArray[np.float64], components: int) -> float:
+    """Share of the variance of (n, D) unit vectors, in [0, 1], that lies in their first principal components.
+
+    Near ``components / D`` where no direction is preferred; some few directions have most of it in raw encoders.
+
+    Source: Mu & Viswanath, arXiv:1702.01417, on word vectors.
+    """
+    variances = np.linalg.eigvalsh(np.atleast_2d(np.cov(vectors, rowvar=False)))[::-1]     # largest first
+    total = float(variances.sum())
+    return float(variances[:components].sum()) / total if total > 0 else 1.0
+
+
+def geometry(
+    pairs: ScoredPairs,
+    embed: Callable[[Sequence[str]], NDArray[np.float32]],
+    layer_similarity: Callable[[Sequence[str]], NDArray[np.float32]],
+) -> dict[str, object]:
     """Alignment of the pairs scored above 4; uniformity, anisotropy and the layer curve of all their sentences.
 
-    Alignment is None where no pair is scored above 4. ``layer_similarity`` has T+1 entries: the mean cosine of each
-    layer's [CLS] vector (index 0: the embeddings) with the last layer's, as in APINCSE's figure 3.
+    Args:
+        pairs: scored from 0 to 5.
+        embed: n sentences -> (n, D) embeddings.
+        layer_similarity: n sentences -> (n, T+1) cosines of each layer's [CLS] vector with the last layer's.
+
+    Returns:
+        ``alignment`` (None where no pair is scored above 4), ``uniformity``, ``anisotropy``, ``variance_share`` of the
+        first 1, 3 and 10 principal components, and ``layer_similarity``: T+1 mean cosines (index 0: the embeddings),
+        as in APINCSE's figure 3.
     """
     alike = pairs.gold > POSITIVE_ABOVE
     distinct = list(dict.fromkeys(pairs.sentences))
-    vectors = _unit(encoded.of(pooling, distinct))
-    first, second = _unit(encoded.of(pooling, pairs.first)), _unit(encoded.of(pooling, pairs.second))
+    vectors = _unit(embed(distinct))
+    first, second = _unit(embed(pairs.first)), _unit(embed(pairs.second))
     return {
         "alignment": alignment(first[alike], second[alike]) if alike.any() else None,
         "uniformity": uniformity(vectors),
         "anisotropy": anisotropy(vectors),
-        "layer_similarity": encoded.layer_similarity[encoded.at(distinct)].mean(axis=0, dtype=np.float64).tolist(),
+        "variance_share": {str(count): variance_share(vectors, count) for count in COMPONENTS},
+        "layer_similarity": layer_similarity(distinct).mean(axis=0, dtype=np.float64).tolist(),
     }
 
 

@@ -104,11 +104,10 @@ def validation_set(data: str | None) -> tuple[str, str]:
 
 
 def load_tasks(config: EvaluateConfig) -> tuple[dict[str, ScoredPairs], list[str]]:
-    """The test pairs of every task of the config, and what is incomplete about them.
+    """The test pairs of every STS task of the config, and which have another number of pairs than published.
 
     Raises:
-        InputError: a file is missing or malformed, or a set has another size than published and
-            ``config.allow_partial`` is not set.
+        InputError: a file is missing or malformed.
     """
     tasks = {task: load_pairs(config.data, task) for task in config.sts_tasks}
     warnings = []
@@ -119,29 +118,11 @@ def load_tasks(config: EvaluateConfig) -> tuple[dict[str, ScoredPairs], list[str
                 warnings.append(
                     f"{part.files[-1]}: {found[part.name]} scored pairs, where {task} {part.name} has {part.expected}"
                 )
-    if warnings and not config.allow_partial:
-        raise InputError(f"{warnings[0]}; restore the file, or set evaluate.allow_partial=true to score it as it is")
     return tasks, warnings
 
 
-def check_evaluation(config: EvaluateConfig) -> list[str]:
-    """Read all that the stage will read, before anything is started.
-
-    Returns:
-        The files that decide the scores, for a digest of their content.
-
-    Raises:
-        InputError: as ``load_tasks``.
-    """
-    tasks, _ = load_tasks(config)
-    return [str(file) for task in tasks for file in pair_files(config.data, task)]
-
-
-def all_sentences(data: str | None) -> list[str]:
-    """The distinct sentences of every split, dev and train included, of every set that is there.
-
-    So that a training corpus can be rid of them; a set that is absent is no error here.
-    """
+def sts_sentences(data: str | None) -> list[str]:
+    """The distinct sentences of every split, dev and train included, of every similarity set that is there."""
     if data is None:
         sources = [(GRADED_SAMPLE, "dev"), (GRADED_SAMPLE, "test")]
     else:

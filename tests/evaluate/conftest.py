@@ -66,6 +66,23 @@ def senteval(tmp_path: Path, sentences: Callable[[int], list[str]]) -> Path:
     return folder
 
 
+@pytest.fixture
+def transfer(senteval: Path, sentences: Callable[[int], list[str]]) -> Path:
+    """The same folder with SUBJ and MRPC of 24 rows each, whose classes have words of their own."""
+    made = iter(sentences(500))
+    for name, word in {"objective": "red", "subjective": "green"}.items():
+        lines = [f"{word} {word} {word} {next(made).split()[0]}\n" for _ in range(12)]
+        write(senteval / f"SUBJ/subj.{name}", "".join(lines))
+    header = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+    for split in ("train", "test"):
+        rows = []
+        for at in range(24):
+            first = next(made)
+            rows.append(f"{at % 2}\t{at}\t{at}\t{first}\t{first if at % 2 else next(made)}\n")
+        write(senteval / f"MRPC/msr_paraphrase_{split}.txt", header + "".join(rows))
+    return senteval
+
+
 def write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text.encode())

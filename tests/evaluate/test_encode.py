@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from cluster.config import ClusterConfig
 from cluster.errors import InputError
 from stages.encoder import Encoder, load_tokenizer
-from stages.evaluate.encode import Encoded, embed, encode
+from stages.evaluate import encode as encoding
+from stages.evaluate.encode import embed, encode
+from stages.evaluate.encoded import Encoded
 
 POOLINGS = ("cls", "mean", "first-last-mean")
 
@@ -52,13 +54,15 @@ def test_the_order_of_the_sentences_changes_nothing(tiny_bert: str, sentences: C
 
 @pytest.mark.cluster
 def test_two_workers_give_what_one_process_gives(
-    tiny_bert: str, sentences: Callable[[int], list[str]], request: pytest.FixtureRequest
+    tiny_bert: str, sentences: Callable[[int], list[str]], ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = sentences(200)
-    encoder, tokenizer = Encoder.load(tiny_bert), load_tokenizer(tiny_bert)
-    here = embed(encoder, tokenizer, list(dict.fromkeys(texts)), POOLINGS, 4, 24)
-    request.getfixturevalue("ray_cluster")
     there = run(tiny_bert, texts)
+    monkeypatch.setattr(encoding, "map_tasks", lambda function, tasks, cluster: map(function, tasks))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)                                   # as in a worker: sums of other threads round otherwise
+    here = run(tiny_bert, texts)
+    torch.set_num_threads(threads)
     for pooling in POOLINGS:
         np.testing.assert_allclose(there.of(pooling, texts), here.of(pooling, texts), atol=1e-6)
 

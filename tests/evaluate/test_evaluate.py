@@ -1,9 +1,11 @@
 import json
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -11,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 
 from cluster.errors import InputError
-from stages.artifacts import TrainedEncoder
+from stages.artifacts import Corpus, TrainedEncoder
 from stages.context import Context
 from stages.evaluate.config import STS_TASKS, EvaluateConfig
 from stages.evaluate.evaluate import EvaluateJob, evaluate, sts_scores
 from stages.evaluate.sts import ScoredPairs, load_pairs
 
 AGGREGATES = {"n", "spearman", "pearson", "spearman_mean", "pearson_mean", "spearman_wmean", "pearson_wmean", "subsets"}
+
+GEOMETRY = {"alignment", "uniformity", "anisotropy", "variance_share", "layer_similarity", "over"}
 
 
 def score(encoder: str, out: Path, poolings: tuple[str, ...] = ("cls", "mean"), **options: object) -> dict[str, dict]:
@@ -65,7 +69,7 @@ def test_a_senteval_folder_is_scored_on_all_seven_tests(tiny_bert: str, senteval
         assert sts["avg_spearman"] == pytest.approx(sum(sts[task]["spearman"] for task in STS_TASKS) / 7)
         assert list(sts["STS-B"]["subsets"]) == ["test"]
         assert sts["STS-B"]["spearman_mean"] == pytest.approx(sts["STS-B"]["spearman"])
-        assert set(of_pooling["geometry"]) == {"alignment", "uniformity", "anisotropy", "layer_similarity"}
+        assert set(of_pooling["geometry"]) == GEOMETRY
         assert len(of_pooling["warnings"]) == 26
     assert scores["cls"]["geometry"]["layer_similarity"] == scores["mean"]["geometry"]["layer_similarity"]
 
@@ -79,7 +83,7 @@ def test_cosines_are_left_beside_the_scores(tiny_bert: str, senteval: Path, tmp_
     assert {task: len(pairs) for task, pairs in by_task.items()} == {"STS16": 30, "SICK-R": 6}
     for task, pairs in by_task.items():
         assert 100 * spearmanr(pairs).statistic == pytest.approx(scores["cls"]["sts"][task]["spearman"])
-    assert scores["cls"]["geometry"] == {}
+    assert scores["cls"]["geometry"]["over"] == "STS16"
 
 
 def test_the_trained_encoder_is_scored_where_no_other_is_named(tiny_bert: str, tmp_path: Path) -> None:
@@ -89,6 +93,69 @@ def test_the_trained_encoder_is_scored_where_no_other_is_named(tiny_bert: str, t
     evaluate(job, TrainedEncoder(tmp_path / "trained", 1, None), context=Context(tmp_path / "out"))
     trained = json.loads((tmp_path / "out/scores.json").read_text())
     assert trained == score(tiny_bert, tmp_path, ("mean",), max_length=24)
+
+
+def test_transfer_tasks_and_other_pairs_are_scored_beside_sts(
+    tiny_bert: str, transfer: Path, tmp_path: Path
+) -> None:
+    texts = load_pairs(str(transfer), "STS16").first
+    lines = [f"{text}\t{text if row % 2 else texts[row - 1]}\t{row % 2}\n" for row, text in enumerate(texts)]
+    (tmp_path / "binary.tsv").write_text("".join(lines))
+    (tmp_path / "valid.tsv").write_text("".join(lines[:10]))
+    binary = {"name": "alike", "path": str(tmp_path / "binary.tsv"), "columns": [0, 1, 2]}
+    scores = score(
+        tiny_bert, tmp_path, ("mean",), data=str(transfer), allow_partial=True, protocol="fast", sts=["STS16"],
+        transfer=["MRPC", "SUBJ"], similarity=[binary | {"validation": str(tmp_path / "valid.tsv")}],
+    )["mean"]  # fmt: skip
+    assert list(scores["transfer"]) == ["SUBJ", "MRPC", "avg_accuracy"]
+    subj, mrpc = scores["transfer"]["SUBJ"], scores["transfer"]["MRPC"]
+    assert (subj["n_train"], mrpc["n_train"], mrpc["n_test"]) == (24, 24, 24)
+    assert subj["test_accuracy"] > 80
+    assert mrpc["f1"] > 80
+    assert "5" in subj["protocol"]
+    assert scores["transfer"]["avg_accuracy"] == (subj["test_accuracy"] + mrpc["test_accuracy"]) / 2
+    assert scores["similarity"]["alike"]["accuracy"] == 100
+    assert scores["similarity"]["alike"]["average_precision"] == pytest.approx(100)
+    assert scores["sts"]["avg_spearman"] == scores["sts"]["STS16"]["spearman"]
+    assert set(pq.read_table(tmp_path / "pairs-mean.parquet")["task"].to_pylist()) == {"STS16", "alike"}
+    assert len([text for text in scores["warnings"] if "SUBJ" in text or "MRPC" in text]) == 4
+    assert not (tmp_path / "features").exists()
+
+
+def test_whitening_is_fitted_on_each_task_or_on_the_corpus_and_said(
+    tiny_bert: str, sentences: Callable[[int], list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "corpus").mkdir()
+    pq.write_table(pa.table({"text": [*sentences(60), "a dog"]}), tmp_path / "corpus/part-0.parquet")
+    found = {}
+    for name, whitening in {
+        "none": None,
+        "evaluation": {"dimensions": 8},
+        "corpus": {"fit": "corpus", "dimensions": 8, "sentences": 50},
+    }.items():
+        config = EvaluateConfig(max_length=24, whitening=whitening)
+        job = EvaluateJob(evaluate=config, encoder=tiny_bert, poolings=("mean",))
+        evaluate(job, Corpus(tmp_path / "corpus", 61), context=Context(tmp_path))
+        found[name] = json.loads((tmp_path / "scores.json").read_text())["mean"]
+    shares = {name: scores["geometry"]["variance_share"]["1"] for name, scores in found.items()}
+    assert shares["evaluation"] < 0.3 < shares["none"]
+    assert len({scores["sts"]["avg_spearman"] for scores in found.values()}) == 3
+    assert found["none"]["notes"] == []
+    assert "fitted on the sentences of each task itself" in found["evaluation"]["notes"][0]
+    assert "(8 dimensions), fitted on 50 sentences of the corpus" in found["corpus"]["notes"][0]
+
+
+def test_sentences_that_are_in_the_corpus_too_are_counted(tiny_bert: str, tmp_path: Path) -> None:
+    known = load_pairs(None, "graded-sample").first[:2]
+    (tmp_path / "corpus").mkdir()
+    pq.write_table(
+        pa.table({"text": [known[0].upper() + " !", known[1], "Something else."]}), tmp_path / "corpus/part-0.parquet"
+    )
+    job = EvaluateJob(evaluate=EvaluateConfig(max_length=24), encoder=tiny_bert, poolings=("mean",))
+    evaluate(job, Corpus(tmp_path / "corpus", 3), context=Context(tmp_path))
+    scores = json.loads((tmp_path / "scores.json").read_text())["mean"]
+    assert scores["corpus_overlap"] == {"graded-sample": 2}
+    assert scores["notes"] == ["2 sentences of graded-sample are in the corpus, too."]
 
 
 def test_cut_sentences_are_counted(tiny_bert: str, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from stages.evaluate.encode import Encoded
-from stages.evaluate.geometry import alignment, anisotropy, geometry, uniformity
+from stages.evaluate.geometry import alignment, anisotropy, geometry, uniformity, variance_share
 from stages.evaluate.sts import ScoredPairs
 
 
@@ -35,18 +35,28 @@ def test_anisotropy_is_the_mean_cosine_of_different_sentences() -> None:
     assert anisotropy(np.ones((3, 1))) == pytest.approx(1)
 
 
+def test_the_share_of_variance_is_that_of_the_largest_principal_components() -> None:
+    vectors = unit(40, 4) * np.array([9, 1, 1, 1, 1])
+    singular = np.linalg.svd(vectors - vectors.mean(axis=0), compute_uv=False) ** 2
+    assert variance_share(vectors, 1) == pytest.approx(singular[0] / singular.sum())
+    assert variance_share(vectors, 3) == pytest.approx(singular[:3].sum() / singular.sum())
+    assert variance_share(vectors, 10) == pytest.approx(1)
+
+
 def test_positives_are_pairs_scored_above_four_and_sentences_count_once() -> None:
     vectors = {"a": [2.0, 0], "b": [0, 3.0], "c": [1.0, 1]}
-    encoded = Encoded(
-        rows={text: row for row, text in enumerate(vectors)},
-        vectors={"cls": np.array(list(vectors.values()), np.float32)},
-        layer_similarity=np.array([[0.0, 1], [0.5, 1], [1.0, 1]], np.float32),
-        truncated=np.zeros(3, bool),
-    )
+    curves = {"a": [0.0, 1], "b": [0.5, 1], "c": [1.0, 1]}
+
+    def embed(texts: Sequence[str]) -> np.ndarray:
+        return np.array([vectors[text] for text in texts], np.float32)
+
+    def layers(texts: Sequence[str]) -> np.ndarray:
+        return np.array([curves[text] for text in texts], np.float32)
+
     pairs = ScoredPairs(("a", "a", "b"), ("b", "c", "c"), np.array([4.0, 4.5, 1]), ("test",) * 3)
-    found = geometry(pairs, encoded, "cls")
+    found = geometry(pairs, embed, layers)
     assert found["alignment"] == pytest.approx(2 - 2 * math.cos(math.pi / 4))
     assert found["anisotropy"] == pytest.approx((0 + 2 * math.cos(math.pi / 4)) / 3)
     assert found["layer_similarity"] == pytest.approx([0.5, 1])
     none_alike = ScoredPairs(("a", "a"), ("b", "c"), np.array([1.0, 2]), ("test",) * 2)
-    assert geometry(none_alike, encoded, "cls")["alignment"] is None
+    assert geometry(none_alike, embed, layers)["alignment"] is None

@@ -10,17 +10,17 @@ import pytest
 
 from cluster.errors import InputError
 from stages.evaluate.config import STS_TASKS, EvaluateConfig
+from stages.evaluate.data import check_evaluation
 from stages.evaluate.sts import (
     SAMPLE_FILE,
     SPLITS,
     SUBSETS,
-    all_sentences,
-    check_evaluation,
     correlations,
     load_pairs,
     load_tasks,
     pair_cosines,
     read_scored_file,
+    sts_sentences,
     validation_pairs,
 )
 
@@ -100,22 +100,24 @@ def test_dev_of_a_set_that_has_none_is_refused(senteval: Path) -> None:
 
 def test_all_sentences_are_those_of_every_split_and_absent_sets_are_skipped(senteval: Path) -> None:
     (senteval / SPLITS["STS-B"]["train"][0]).unlink()
-    found = all_sentences(str(senteval))
+    found = sts_sentences(str(senteval))
     assert len(found) == len(set(found))
     for task, split in [("STS-B", "dev"), ("STS-B", "test"), ("SICK-R", "train"), ("SICK-R", "dev"), ("STS16", "test")]:
         assert set(load_pairs(str(senteval), task, split).sentences) <= set(found)
 
 
 def test_all_sentences_of_the_graded_sample_are_both_splits() -> None:
-    found = set(all_sentences(None))
+    found = set(sts_sentences(None))
     assert set(validation_pairs(None).sentences) | set(load_pairs(None, "graded-sample").sentences) == found
 
 
 def test_the_check_returns_every_file_that_is_scored(senteval: Path) -> None:
-    files = check_evaluation(partial(senteval))
+    (called,) = reads = check_evaluation(partial(senteval))
+    assert called == str(senteval)
+    files = reads[called]
     assert len(files) == len(set(files)) == 2 * sum(map(len, SUBSETS.values())) + 2
     assert not [file for file in files if "dev" in file or "train" in file]
-    assert check_evaluation(EvaluateConfig()) == [str(SAMPLE_FILE)]
+    assert check_evaluation(EvaluateConfig()) == {"graded-sample": [str(SAMPLE_FILE)]}
 
 
 def test_only_the_wanted_tasks_are_read(senteval: Path) -> None:

@@ -7,6 +7,11 @@ from pipeline import configs
 from pipeline.config import Config, load_config
 from stages.methods.simcse import SimCSEConfig
 
+POOLINGS = (
+    "cls, mean, first-last-mean, layer-attention, cls@LAYER, mean@LAYER, mean@LAYER+LAYER, "
+    "layer 0 being the embeddings"
+)
+
 
 def written(tmp_path: Path, text: str, name: str = "mine.yaml") -> str:
     file = tmp_path / name
@@ -166,10 +171,10 @@ WRONG_VALUES = {
     "train.learning_rate=fast": "train.learning_rate=fast: it must be a number",
     "corpus.segment=perhaps": "corpus.segment=perhaps: it must be true or false",
     "corpus.min_words=70": "corpus: min_words=70 is more than max_words=64",
-    "encoder.pooling=max": "encoder.pooling=max: it must be cls, mean, first-last-mean or layer-attention",
+    "encoder.pooling=max": "encoder.pooling=max: it may be " + POOLINGS,
     "encoder.name=5": "encoder.name=5: it must be text, so write '5' with the quotes",
     "evaluate.baseline_poolings=[cls,maen]":
-        "evaluate.baseline_poolings[1]=maen: it must be cls, mean or first-last-mean",
+        "evaluate.baseline_poolings[1]=maen: it may be " + POOLINGS,
     "evaluate.baseline_poolings=cls": "evaluate.baseline_poolings=cls: it must be a list such as [cls]",
     "cluster.workers=0": "cluster.workers=0: it must be more than 0",
     "cluster.strategy=zero4": "cluster.strategy=zero4: it must be ddp, zero1, zero2 or zero3",
