@@ -65,7 +65,7 @@ def fields(line: str, path: Path, at: int, expected: tuple[int, ...]) -> list[st
     return parts
 
 
-def read_columns(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
+def read_columns(path: Path, columns: tuple[str | int, ...], kind: str | None = None) -> list[Row]:
     """Rows of a csv, tsv, jsonl or parquet file as (line number, the values of ``columns`` as text).
 
     Args:
@@ -73,11 +73,12 @@ def read_columns(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
             quoting; all but parquet may be followed by ``.gz``.
         columns: names, looked up in the header line (csv, tsv), the objects (jsonl) or the schema (parquet);
             or positions from 0, which say that a csv or tsv file has no header line.
+        kind: csv, tsv, jsonl or parquet, where the suffix does not say it.
 
     Raises:
         InputError: no such file, unknown format, a column that is not there, a malformed line.
     """
-    suffix = Path(path.stem if path.suffix == ".gz" else path.name).suffix
+    suffix = f".{kind}" if kind else Path(path.stem if path.suffix == ".gz" else path.name).suffix
     if suffix == ".parquet":
         return _parquet_rows(path, columns)
     if suffix == ".jsonl":
@@ -115,7 +116,7 @@ def _json_rows(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
         if not isinstance(record, dict):
             raise InputError(f"{path}, line {at}: no JSON object but {type(record).__name__}")
         _require(Path(f"{path}, line {at}"), columns, list(record))
-        rows.append((at, [str(record[column]) for column in columns]))
+        rows.append((at, [_text(record[column]) for column in columns]))
     return rows
 
 
@@ -125,7 +126,11 @@ def _parquet_rows(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
     _require(path, columns, pq.read_schema(path).names)
     table = pq.read_table(path, columns=list(columns))
     values = [table.column(column).to_pylist() for column in columns]
-    return [(at, [str(value) for value in row]) for at, row in enumerate(zip(*values, strict=True), start=1)]
+    return [(at, [_text(value) for value in row]) for at, row in enumerate(zip(*values, strict=True), start=1)]
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def _require(path: Path, columns: tuple[str | int, ...] | list[str], present: list[str]) -> None:
