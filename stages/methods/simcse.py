@@ -44,7 +44,7 @@ class SimCSE(TwoViewMethod):
 
 
 class SupervisedSimCSEConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Supervised SimCSE, arXiv:2104.08821. The head that it keeps at test is ``encoder.head: mlp``."""
+    """Supervised SimCSE, arXiv:2104.08821, without the head that the paper keeps at test."""
 
     name: Literal["simcse-supervised"]
     temperature: PositiveFloat = 0.05
