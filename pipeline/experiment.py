@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +22,7 @@ from pipeline.dag import Outcome, StageError, execute, plan
 from pipeline.display import Display
 from pipeline.graph import graph
 from pipeline.store import Lock, Store
-from stages import report, tracking
+from stages import pictures, report, tracking
 from stages.context import Context
 from stages.environment import environment
 
@@ -161,6 +161,7 @@ class Experiment:
             "data": {Path(path).name: digest for item in self.planned for path, digest in item.sources.items()},
             "method": self.config.train.method.name if self.config.train else "none",
             "backbone": self.config.encoder.name,
+            "protocol": self.config.evaluate.protocol if self.config.evaluate.transfer_tasks else None,
         }
         try:
             tracking.log_config(uri, run_id, self.config.model_dump(mode="json"), tags)
@@ -227,6 +228,7 @@ class Experiment:
                 files,
                 encoder=folders["train"] / "encoder" if "train" in folders else None,
                 registered_name=self.config.name if self.config.tracking.register_model else None,
+                tags={"incomplete_data": "; ".join(report.warnings(summary["scores"]))},
             )
         except tracking.TrackingError as error:
             print(f"warning: {error}; run the same command again once MLflow answers", file=sys.stderr)
@@ -235,17 +237,21 @@ class Experiment:
         _write_json(record, {**_read_json(record), "open": False})
 
     def _pictures(self, folders: Mapping[str, Path], scores: Mapping[str, Any]) -> list[Path]:
-        pairs = {"after": next(folders["after"].glob("pairs-*.parquet"))}
+        pairs = {"after" if "before" in folders else "encoder": next(folders["after"].glob("pairs-*.parquet"))}
         best = report.best_baseline(scores)
         if best is not None:
             pairs = {f"before, {best}": folders["before"] / f"pairs-{best}.parquet", **pairs}
-        pictures = [self.folder / "cosine-against-gold.png", self.folder / "layer-similarity.png"]
-        report.cosine_against_gold(pairs, pictures[0])
-        report.layer_similarity(scores, pictures[1])
+        draw: dict[str, Callable[[Path], None]] = {
+            "sts-bars.png": partial(pictures.sts_bars, scores, self.config.encoder.name),
+            "cosine-against-gold.png": partial(pictures.cosine_against_gold, pairs),
+            "cosine-by-gold-band.png": partial(pictures.cosine_by_gold_band, pairs),
+            "layer-similarity.png": partial(pictures.layer_similarity, scores),
+        }
         if "train" in folders:
-            pictures.append(self.folder / "loss.png")
-            report.loss_curve(folders["train"] / "metrics.jsonl", pictures[-1])
-        return pictures
+            draw["loss.png"] = partial(pictures.loss_curve, folders["train"] / "metrics.jsonl")
+        for name, picture in draw.items():
+            picture(self.folder / name)
+        return [self.folder / name for name in draw]
 
     def _tell(self, outcomes: Sequence[Outcome], summary: Mapping[str, Any] | None) -> int:
         """Print the end of the run."""
@@ -254,7 +260,7 @@ class Experiment:
             for table in report.score_tables(summary["scores"]):
                 out.print(report.rich_table(table))
             for note in report.notes(summary["scores"]):
-                out.print(note)
+                out.print(note, markup=False)
         stages = ", ".join(
             f"{outcome.name} {outcome.status}" + (f" {outcome.seconds:.0f} s" if outcome.status == "ran" else "")
             for outcome in outcomes

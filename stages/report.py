@@ -1,32 +1,32 @@
-"""What a run says to people: the score table, for a terminal and as Markdown, and the pictures."""
+"""What a run says to people: the score tables, for a terminal and as Markdown, and what to know beside them."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from stages.tracking import read_metrics
-
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from rich.console import Group
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
-"""Okabe and Ito's colours, told apart with any colour vision."""
-
-MEASURES = {"sts": ("avg_spearman", "spearman"), "transfer": ("avg_accuracy", "test_accuracy")}
-TITLES = {"sts": "Spearman correlation × 100, all pairs of a task together", "transfer": "Test accuracy, percent"}
+KINDS = ("sts", "similarity", "transfer")                      # the parts of a score with tasks of their own
+AVERAGES = {"sts": "avg_spearman", "transfer": "avg_accuracy"}
+WHOLE = 7                                                      # sets in the papers' averages, of either kind
+MEASURES = {                                                   # of the similarity kind: in a title, over a column
+    "spearman": ("Spearman correlation × 100", "Spearman"),
+    "accuracy": ("accuracy, percent", "accuracy"),
+    "average_precision": ("average precision, percent", "avg. prec."),
+}
+GEOMETRY = ("alignment", "uniformity", "anisotropy")
+VARIANCE = ("1", "3", "10")                                    # so many principal components
 BEST = "* the best baseline: the encoder before training, under the pooling with the highest average"
 
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """A table of formatted cells; ``rows`` start with their label, ``best`` is the row of the best baseline."""
+    """A table of formatted cells; ``rows`` start with their label, ``best`` is the row of the best baseline.
+
+    A name in ``header`` may have two lines.
+    """
 
     title: str
     header: tuple[str, ...]
@@ -44,13 +44,14 @@ def score_tables(scores: Mapping[str, Any]) -> list[ScoreTable]:
         A table for each kind of task that was scored. The baseline with the best average is marked, and the
         last row is the trained encoder's difference to it, so that training is not credited with bad pooling.
     """
-    return [_score_table(scores, kind) for kind in MEASURES if _tasks(scores["after"], kind)]
+    return [_score_table(scores, kind) for kind in KINDS if _tasks(scores["after"], kind)]
 
 
 def _score_table(scores: Mapping[str, Any], kind: str) -> ScoreTable:
-    tasks = _tasks(scores["after"], kind)
-    before = {pooling: _values(score, kind, tasks) for pooling, score in scores.get("before", {}).items()}
-    after = _values(scores["after"], kind, tasks)
+    measures = _measures(scores["after"], kind)
+    shown = slice(None if _average_name(kind, measures) else -1)     # all columns, or all but the average
+    before = {pooling: _values(score, kind, measures)[shown] for pooling, score in scores.get("before", {}).items()}
+    after = _values(scores["after"], kind, measures)[shown]
     best = best_baseline(scores, kind)
     rows = [
         (f"before, {pooling}" + ("*" if pooling == best else ""), *map(_cell, values))
@@ -60,15 +61,94 @@ def _score_table(scores: Mapping[str, Any], kind: str) -> ScoreTable:
     if best is not None:
         rows.append(("difference to *", *map(_difference, after, before[best])))
     place = list(before).index(best) if best is not None else None
-    return ScoreTable(TITLES[kind], ("", *tasks, "avg"), tuple(rows), place)
+    return ScoreTable(_title(scores, kind, measures), _header(kind, measures), tuple(rows), place)
 
 
-def best_baseline(scores: Mapping[str, Any], kind: str = "sts") -> str | None:
-    """The pooling that scores best on average before training; None without a baseline."""
-    average = MEASURES[kind][0]
-    averages = {pooling: _part(score, kind).get(average) for pooling, score in scores.get("before", {}).items()}
+def _title(scores: Mapping[str, Any], kind: str, measures: Mapping[str, str]) -> str:
+    if kind == "sts":
+        title = "Spearman correlation × 100, all pairs of a task together"
+    elif kind == "transfer":
+        title = "Test accuracy, percent" + _protocol(scores["after"])
+    else:
+        names = [name for measure, (name, _) in MEASURES.items() if measure in measures.values()]
+        title = f"Other sets of pairs: {' or '.join(names)}"
+    return title + (" (incomplete data, see the warning)" if is_incomplete(scores, measures) else "")
+
+
+def _protocol(score: Mapping[str, Any]) -> str:
+    """How transfer tasks were scored, in brackets; what the stage wrote, if it is neither of the known two."""
+    written = {task.get("protocol") for task in _part(score, "transfer").values() if isinstance(task, Mapping)}
+    names = sorted(str(name) for name in written if name)
+    if any("fast" in name for name in names):
+        return " (fast protocol: 5 folds)"
+    if any(name.startswith("10-fold") for name in names):
+        return " (10-fold cross-validation)"
+    return f" ({', '.join(names)})" if names else ""
+
+
+def _header(kind: str, measures: Mapping[str, str]) -> tuple[str, ...]:
+    """The tasks, each over its measure where these differ, and what the average is over."""
+    names = tuple(measures)
+    if len(set(measures.values())) > 1:
+        names = tuple(f"{task}\n{MEASURES[measure][1]}" for task, measure in measures.items())
+    average = _average_name(kind, measures)
+    return ("", *names, average) if average else ("", *names)
+
+
+def _average_name(kind: str, measures: Mapping[str, str]) -> str | None:
+    """``avg`` for what papers average or a set that stands alone; None where there is nothing to average."""
+    if kind == "similarity":
+        alike = len(measures) > 1 and len(set(measures.values())) == 1
+        return f"avg of {len(measures)}" if alike else None
+    return "avg" if len(measures) == WHOLE or "graded-sample" in measures else f"avg of {len(measures)}"
+
+
+def best_baseline(scores: Mapping[str, Any], kind: str | None = None) -> str | None:
+    """The pooling that scores best on average before training; None without a baseline.
+
+    Args:
+        scores: as for ``score_tables``.
+        kind: ``sts``, ``similarity`` or ``transfer``; None: the first of them that was scored.
+    """
+    kind = kind or next((kind for kind in KINDS if _tasks(scores["after"], kind)), KINDS[0])
+    measures = _measures(scores["after"], kind)
+    averages = {pooling: _values(score, kind, measures)[-1] for pooling, score in scores.get("before", {}).items()}
     scored = {pooling: value for pooling, value in averages.items() if value is not None}
     return max(scored, key=scored.__getitem__, default=None)
+
+
+def geometry_table(scores: Mapping[str, Any]) -> ScoreTable | None:
+    """How the embeddings lie on the unit sphere, before (best baseline) and after training; None if not measured."""
+    best = best_baseline(scores)
+    chosen = {f"before, {best}": scores["before"][best]} if best is not None else {}
+    chosen["after" if scores.get("before") else "encoder"] = scores["after"]
+    measured = {label: score.get("geometry") or {} for label, score in chosen.items()}
+    if not any(name in geometry for geometry in measured.values() for name in GEOMETRY):
+        return None
+    over = scores["after"].get("geometry", {}).get("over")
+    title = (
+        "Geometry of the embeddings" + (f" ({over})" if over else "") + ": alignment and uniformity (lower is better), "
+        "anisotropy (mean cosine), percent of the variance in the first principal components"
+    )
+    header = ("", *GEOMETRY, *(f"variance in {n}" for n in VARIANCE))
+    rows = []
+    for label, geometry in measured.items():
+        shares = geometry.get("variance_share") or {}
+        cells = [_cell(geometry.get(name), 3) for name in GEOMETRY]
+        cells += [_cell(None if shares.get(n) is None else 100 * shares[n], 1) for n in VARIANCE]
+        rows.append((label, *cells))
+    return ScoreTable(title, header, tuple(rows), None)
+
+
+def warnings(scores: Mapping[str, Any]) -> list[str]:
+    """What was wrong with the data of any of the scores, each said once."""
+    return list(dict.fromkeys(text for score in _all_scores(scores) for text in score.get("warnings", [])))
+
+
+def is_incomplete(scores: Mapping[str, Any], tasks: Iterable[str]) -> bool:
+    """Whether one of the warnings names one of the tasks, as a word: MRPC does not name MR, nor STS12-en STS12."""
+    words = [re.compile(rf"(?<![\w-]){re.escape(task)}(?![\w-])") for task in tasks]
+    return any(word.search(warning) for warning in warnings(scores) for word in words)
 
 
 def notes(scores: Mapping[str, Any]) -> list[str]:
@@ -80,12 +160,13 @@ def notes(scores: Mapping[str, Any]) -> list[str]:
             "graded-sample is a small set written for this project. It is no benchmark: its figures compare encoders "
             "with each other, not with published results."
         )
-    lines += [f"Warning: {warning}" for warning in after.get("warnings", [])]
+    lines += [f"Warning: {warning}" for warning in warnings(scores)]
     if after.get("n_truncated"):
         lines.append(
             f"{after['n_truncated']:,} of {after['n_sentences']:,} sentences were longer than the encoder takes "
             "and were cut off."
         )
+    lines += dict.fromkeys(text for score in _all_scores(scores) for text in score.get("notes", []))
     return lines
 
 
@@ -110,12 +191,18 @@ def rich_table(table: ScoreTable) -> "Group":
 def markdown(scores: Mapping[str, Any]) -> str:
     """All tables and notes as Markdown."""
     blocks = []
-    for table in score_tables(scores):
+    for table in filter(None, (*score_tables(scores), geometry_table(scores))):
         rule = ("---", *["---:"] * (len(table.header) - 1))
-        lines = ["| " + " | ".join(cells) + " |" for cells in (table.header, rule, *table.rows)]
+        header = [name.replace("\n", " ") for name in table.header]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (header, rule, *table.rows)]
         blocks += [table.title, "\n".join(lines), *([BEST] if table.best is not None else [])]
     blocks.append("\n".join(f"- {note}" for note in notes(scores)))
     return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def _all_scores(scores: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield scores["after"]
+    yield from scores.get("before", {}).values()
 
 
 def _part(score: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
@@ -127,209 +214,30 @@ def _tasks(score: Mapping[str, Any], kind: str) -> tuple[str, ...]:
     return tuple(name for name, value in _part(score, kind).items() if isinstance(value, Mapping))
 
 
-def _values(score: Mapping[str, Any], kind: str, tasks: Sequence[str]) -> list[float | None]:
-    """The score of each task, and their average."""
-    average, measure = MEASURES[kind]
+def _measures(score: Mapping[str, Any], kind: str) -> dict[str, str]:
+    """Task -> the measure that its column shows."""
+    if kind != "similarity":
+        return dict.fromkeys(_tasks(score, kind), "spearman" if kind == "sts" else "test_accuracy")
     part = _part(score, kind)
-    return [*(part.get(task, {}).get(measure) for task in tasks), part.get(average)]
+    return {
+        task: next((name for name in ("accuracy", "average_precision") if name in part[task]), "spearman")
+        for task in _tasks(score, kind)
+    }
 
 
-def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+def _values(score: Mapping[str, Any], kind: str, measures: Mapping[str, str]) -> list[float | None]:
+    """The score of each task, and their average; None for those that are undefined."""
+    part = _part(score, kind)
+    values = [part.get(task, {}).get(measure) for task, measure in measures.items()]
+    if kind in AVERAGES:
+        return [*values, part.get(AVERAGES[kind])]
+    complete = values and None not in values
+    return [*values, sum(values) / len(values) if complete else None]
+
+
+def _cell(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _difference(new: float | None, old: float | None) -> str:
     return "–" if new is None or old is None else f"{new - old:+.2f}"
-
-
-def loss_curve(metrics_file: Path, path: Path) -> None:
-    """Draw the loss and its parts, the validation score with the best step marked, and the learning rate.
-
-    Args:
-        metrics_file: the training stage's ``metrics.jsonl``.
-        path: the PNG to write.
-    """
-    records = read_metrics(metrics_file)
-    panels = [("loss", 3.0), ("validation_spearman", 1.6), ("learning_rate", 0.9)]
-    panels = [(name, height) for name, height in panels if _series(records, name)[0].size or name == "loss"]
-    figure, axes = _figure(len(panels), 1, (8, 1.6 * sum(height for _, height in panels)), [h for _, h in panels])
-    for (name, _), axis in zip(panels, axes[:, 0], strict=True):
-        if name == "loss":
-            _draw_losses(axis, records)
-        elif name == "validation_spearman":
-            _draw_validation(axis, records)
-        else:
-            axis.plot(*_series(records, name), color=GREY)
-            axis.set_ylabel("learning\nrate")
-            axis.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-            axis.set_ylim(bottom=0)
-    axes[-1, 0].set_xlabel("optimizer step")
-    figure.align_ylabels()
-    _save(figure, path)
-
-
-def _draw_losses(axis: "Axes", records: list[dict[str, Any]]) -> None:
-    """The total and each ``loss_PART``; long noisy curves faint, under their running mean."""
-    names = sorted({name for record in records for name in record if name.startswith("loss")})   # the total is first
-    for name, colour in zip(names, _cycle(len(names)), strict=True):
-        steps, values = _series(records, name)
-        label = "total" if name == "loss" else name.removeprefix("loss_").replace("_", " ")
-        width = 2.2 if name == "loss" else 1.5
-        window = len(values) // 40
-        if window > 1:
-            axis.plot(steps, values, color=colour, alpha=0.2, linewidth=0.8)
-            values = np.convolve(values, np.ones(window) / window, mode="valid")
-            steps = steps[window // 2 :][: len(values)]        # each mean stands at its middle step
-            label += f" (mean of {window})" if name == "loss" else ""
-        marker = "o" if len(values) < 15 else ""
-        axis.plot(steps, values, color=colour, linewidth=width, label=label, marker=marker, markersize=3)
-    axis.set_ylabel("loss (nats)")
-    if len(names) > 1:
-        axis.legend(frameon=False, ncols=min(len(names), 4), loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
-
-
-def _draw_validation(axis: "Axes", records: list[dict[str, Any]]) -> None:
-    steps, values = _series(records, "validation_spearman")
-    axis.plot(steps, values, color=GREEN, marker="o", markersize=3.5)
-    best = int(np.argmax(values))
-    axis.plot(steps[best], values[best], marker="*", markersize=13, color=ORANGE, linestyle="")
-    place = best / max(len(steps) - 1, 1)
-    axis.annotate(
-        f"best: {values[best]:.2f} at step {steps[best]:,.0f}",
-        (steps[best], values[best]),
-        xytext=(0, 9),
-        textcoords="offset points",
-        ha="left" if place < 0.2 else "right" if place > 0.8 else "center",
-        color=ORANGE,
-    )
-    axis.set_ylabel("validation\nSpearman × 100")
-    axis.margins(y=0.3)
-
-
-def cosine_against_gold(pairs: Mapping[str, Path], path: Path) -> None:
-    """Draw every pair's cosine against its gold score: a column a task, a row an encoder.
-
-    Args:
-        pairs: label of an encoder -> its ``pairs-POOLING.parquet`` (columns task, gold, cosine), such as
-            ``{"before, mean": ..., "after": ...}``; encoders stand side by side where there is one task.
-        path: the PNG to write.
-
-    The line joins the mean cosines of tenths of the gold scale; the title's Spearman is over all pairs.
-    """
-    import pyarrow.parquet as pq
-    from scipy.stats import spearmanr
-
-    tables = {label: pq.read_table(file) for label, file in pairs.items()}
-    tasks = list(dict.fromkeys(task for table in tables.values() for task in table["task"].to_pylist()))
-    if not tasks:
-        _say("no similarity task was scored", path)
-        return
-    side_by_side = len(tasks) == 1
-    rows, columns = (1, len(tables)) if side_by_side else (len(tables), len(tasks))
-    panel = 3.6 if side_by_side else 2.4                       # inches
-    figure, axes = _figure(rows, columns, (panel * columns + 0.9, panel * rows + 0.6))
-    panels = iter(axes.flat)
-    for label, table in tables.items():
-        names = np.array(table["task"].to_pylist())
-        gold, cosine = table["gold"].to_numpy(), table["cosine"].to_numpy()
-        for task in tasks:
-            axis, inside = next(panels), names == task
-            _draw_pairs(axis, gold[inside], cosine[inside])
-            correlation = 100 * float(spearmanr(cosine[inside], gold[inside]).statistic)
-            axis.set_title(f"{label if side_by_side else task}: {correlation:.1f}", fontsize=10)
-            if task == tasks[0] and not side_by_side:
-                axis.set_ylabel(f"{label}\ncosine")
-    if side_by_side:
-        axes[0, 0].set_ylabel("cosine")
-    for axis in axes[-1]:
-        axis.set_xlabel("gold score")
-    figure.suptitle(f"{tasks[0] if side_by_side else 'Cosine against gold'}, Spearman × 100", fontsize=11)
-    _save(figure, path)
-
-
-def _draw_pairs(axis: "Axes", gold: NDArray[np.float64], cosine: NDArray[np.float64]) -> None:
-    """Density where there are many pairs, points where there are few; the mean over tenths of the gold scale."""
-    if len(gold) > 1000:
-        axis.hexbin(gold, cosine, gridsize=(24, 14), bins="log", mincnt=1, cmap="Blues", linewidths=0.2)
-    else:
-        axis.scatter(gold, cosine, s=9, alpha=0.35, color=BLUE, linewidths=0)
-    edges = np.linspace(gold.min(), gold.max(), 11)
-    edges[-1] += 1e-9                                          # the highest score belongs to the last tenth
-    tenths = [(gold >= low) & (gold < high) for low, high in pairwise(edges)]
-    axis.plot(
-        [gold[tenth].mean() for tenth in tenths if tenth.any()],
-        [cosine[tenth].mean() for tenth in tenths if tenth.any()],
-        color=ORANGE, linewidth=1.8,
-    )  # fmt: skip
-
-
-def layer_similarity(scores: Mapping[str, Any], path: Path) -> None:
-    """Draw the mean cosine of each layer's [CLS] vector with the last layer's, before and after training.
-
-    Args:
-        scores: as for ``score_tables``; the curves are in ``geometry.layer_similarity``.
-        path: the PNG to write.
-
-    Source: APINCSE, figure 3.
-    """
-    after = scores["after"].get("geometry", {}).get("layer_similarity")
-    if not after:
-        _say("layers are compared on STS-B or the graded sample, which were not scored", path)
-        return
-    before = next(iter(scores.get("before", {}).values()), None)     # the layers are the same under every pooling
-    curves = {"after training" if before else "encoder": (after, BLUE)}
-    if before:
-        curves = {"before training": (before["geometry"]["layer_similarity"], GREY), **curves}
-    figure, axes = _figure(1, 1, (7, 4))
-    axis = axes[0, 0]
-    for label, (curve, colour) in curves.items():
-        axis.plot(range(len(curve)), curve, color=colour, marker="o", markersize=4, label=label)
-        hardest = int(np.argmax(curve[1:-1])) + 1 if len(curve) > 2 else 0
-        axis.plot(hardest, curve[hardest], marker="o", markersize=10, markerfacecolor="none", color=colour)
-    last = len(after) - 1
-    axis.set_xticks(range(last + 1), ["emb.", *map(str, range(1, last)), f"{last}\n(last)"])
-    axis.set_xlabel("layer (ringed: most like the last one, the hardest negative)")
-    axis.set_ylabel("mean cosine of [CLS] with the last layer's")
-    axis.legend(frameon=False)
-    _save(figure, path)
-
-
-def _series(records: list[dict[str, Any]], name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Steps and values of those records that have a number under this name."""
-    points = [(record["step"], record[name]) for record in records if isinstance(record.get(name), int | float)]
-    table = np.array(points, dtype=np.float64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
-
-
-def _cycle(n: int) -> list[str]:
-    """n colours: black for the total, then distinct ones."""
-    colours = ["#000000", BLUE, ORANGE, GREEN, PURPLE, "#56B4E9", "#E69F00", GREY]
-    return [colours[place % len(colours)] for place in range(n)]
-
-
-def _figure(
-    rows: int, columns: int, size: tuple[float, float], heights: Sequence[float] | None = None
-) -> tuple["Figure", Any]:
-    """A figure without a window (safe in any thread) and its (rows, columns) array of axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(rows, columns, sharex=True, sharey=heights is None, squeeze=False, height_ratios=heights)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#E5E5E5", linewidth=0.6)
-        axis.set_axisbelow(True)
-    return figure, axes
-
-
-def _say(text: str, path: Path) -> None:
-    """A picture of the reason why there is no picture."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 1.5))
-    figure.text(0.5, 0.5, text, ha="center", va="center", color=GREY)
-    _save(figure, path)
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    figure.savefig(path, dpi=150)

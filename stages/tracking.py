@@ -234,6 +234,7 @@ def finish_run(
     files: Iterable[Path] = (),
     encoder: Path | None = None,
     registered_name: str | None = None,
+    tags: Mapping[str, str] | None = None,
 ) -> str | None:
     """Log what came out, and close the run as FINISHED. A second call adds nothing twice.
 
@@ -246,6 +247,7 @@ def finish_run(
         encoder: folder of the trained encoder, logged as a model that takes sentences; None: there is none.
         registered_name: the model's name in the registry, where its newest version is ``models:/NAME@latest``;
             None: the encoder stays in the run's folder alone.
+        tags: what to find the run by; empty ones are left out.
 
     Returns:
         The model's URI for ``mlflow.pyfunc.load_model``; None without a model.
@@ -256,6 +258,9 @@ def finish_run(
     with _speaking_of(uri, "the results"):
         client = _client(uri)
         _MetricLog(uri, run_id).send(_summary_points(summary))
+        for name, text in (tags or {}).items():
+            if text:
+                client.set_tag(run_id, name, text[:MAX_TAG])
         for file in files:
             client.log_artifact(run_id, str(file))
         model_uri: str | None = client.get_run(run_id).data.tags.get("model")
@@ -442,7 +447,7 @@ def _mlflow_errors() -> tuple[type[Exception], ...]:
 def _summary_points(summary: Mapping[str, Any]) -> list[Point]:
     """The summary's scores and times as metrics; a curve over layers has the layer as its step."""
     scores = summary["scores"]
-    named = {f"before/{pooling}": score for pooling, score in scores.get("before", {}).items()}
+    named = _told_apart({f"before/{pooling}": score for pooling, score in scores.get("before", {}).items()})
     named["after"] = scores["after"]
     values: dict[str, Any] = {"seconds": {stage["name"]: stage["seconds"] for stage in summary["stages"]}}
     curves: list[Point] = []
@@ -452,12 +457,32 @@ def _summary_points(summary: Mapping[str, Any]) -> list[Point]:
         curves += [
             (layer, _now(), _numbers({name: {"layer_similarity": cosine}})) for layer, cosine in enumerate(layers)
         ]
-        tasks = {**score.get("sts", {}), **score.get("transfer", {})}
-        averages = {key: tasks.pop(key) for key in list(tasks) if not isinstance(tasks[key], Mapping)}
-        averages |= {key: value for key, value in score.items() if not isinstance(value, Mapping)}
-        whole = {task: {key: s[key] for key in s if key not in ("n", "subsets")} for task, s in tasks.items()}
-        values[name] = {**averages, **whole, "geometry": geometry}
+        whole = {key: value for key, value in score.items() if not isinstance(value, Mapping)}
+        whole["geometry"] = geometry
+        for kind in ("sts", "transfer", "similarity"):         # a set of the user's may be called MRPC, too
+            for task, part in score.get(kind, {}).items():
+                whole[f"{kind}/{task}" if task in whole else task] = _measures(part)
+        values[name] = whole
     return [(0, _now(), _numbers(values)), *curves]
+
+
+def _measures(part: Any) -> Any:
+    """A task's scores without the counts and the subsets; an average as it is."""
+    if not isinstance(part, Mapping):
+        return part
+    return {key: value for key, value in part.items() if key not in ("n", "subsets") and not key.startswith("n_")}
+
+
+def _told_apart(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The same under names that MLflow takes; mean@1+12 becomes mean_1_12, and a second such name mean_1_12_2."""
+    apart: dict[str, Any] = {}
+    for name, value in named.items():
+        tried, place = _name(name), 1
+        while tried in apart:
+            place += 1
+            tried = f"{_name(name)}_{place}"
+        apart[tried] = value
+    return apart
 
 
 def _numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

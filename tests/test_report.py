@@ -1,26 +1,13 @@
-"""The score table says what it must, and the pictures are drawn from what the stages write."""
+"""The score tables say what they must."""
 
 import io
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from stages.report import (
-    best_baseline,
-    cosine_against_gold,
-    layer_similarity,
-    loss_curve,
-    markdown,
-    notes,
-    rich_table,
-    score_tables,
-)
+from stages.report import best_baseline, geometry_table, markdown, notes, rich_table, score_tables, warnings
 
 STS = ("STS12", "STS13", "STS14", "STS15", "STS16", "STS-B", "SICK-R")
 
@@ -60,7 +47,7 @@ def test_transfer_accuracies_get_a_table_of_their_own() -> None:
     after = score(*[50.0] * 7) | {"transfer": {"MR": {"n_test": 5, "test_accuracy": 81.5}, "avg_accuracy": 81.5}}
     similarity, transfer = score_tables({"after": after})
     assert similarity.header[1:] == (*STS, "avg")
-    assert transfer.header[1:] == ("MR", "avg")
+    assert transfer.header[1:] == ("MR", "avg of 1")
     assert transfer.rows == (("encoder", "81.50", "81.50"),)
 
 
@@ -98,45 +85,89 @@ def test_what_limits_the_scores_is_said_beside_them() -> None:
     assert notes({"after": score(*[50.0] * 7, n_sentences=9, n_truncated=0, warnings=[])}) == []
 
 
-@pytest.mark.parametrize("steps", [0, 1, 8, 300])
-def test_a_loss_curve_is_drawn_however_few_the_steps(tmp_path: Path, steps: int) -> None:
-    lines = [
-        {"step": step, "loss": 3 / step, "loss_instance": 1 / step, "loss_negative": 2 / step, "learning_rate": 3e-5}
-        for step in range(1, steps + 1)
-    ]
-    lines += [{"step": step, "validation_spearman": 50 + step / 50} for step in range(25, steps + 1, 25)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
-    loss_curve(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    assert is_png(tmp_path / "loss.png")
+LCQMC = {"n": 9, "spearman": 60.0, "average_precision": 80.0, "n_validation": 5, "accuracy": 75.5, "f1": 70.0}
+BQ = {"n": 9, "spearman": 50.0, "average_precision": 66.25}
+GRADED = {"n": 9, "spearman": 71.0, "pearson": 70.0}
 
 
-@pytest.mark.parametrize("sizes", [{"graded-sample": 340}, {"STS12": 1200, "STS-B": 90}])
-def test_cosines_are_drawn_for_every_task_and_encoder(tmp_path: Path, sizes: dict[str, int]) -> None:
-    random = np.random.default_rng(0)
-    for name in ("mean", "after"):
-        names = [task for task, size in sizes.items() for _ in range(size)]
-        gold = random.integers(0, 11, len(names)) / 2
-        table = {"task": names, "subset": names, "gold": gold, "cosine": gold / 5 + random.normal(0, 0.2, len(gold))}
-        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
-    pairs = {"before, mean": tmp_path / "mean.parquet", "after": tmp_path / "after.parquet"}
-    cosine_against_gold(pairs, tmp_path / "cosine.png")
-    assert is_png(tmp_path / "cosine.png")
+def similarity(**sets: dict[str, Any]) -> dict[str, Any]:
+    return {"sts": {"avg_spearman": None}, "similarity": sets, "transfer": {"avg_accuracy": None}, "geometry": {}}
 
 
-def test_the_layer_curve_is_drawn_with_and_without_a_baseline(tmp_path: Path) -> None:
-    for name, scores in {"both": SCORES, "alone": {"after": SCORES["after"]}}.items():
-        layer_similarity(scores, tmp_path / f"{name}.png")
-        assert is_png(tmp_path / f"{name}.png")
+def test_every_column_of_other_sets_says_its_measure_where_they_differ() -> None:
+    scores = {"after": similarity(LCQMC=LCQMC, BQ=BQ, mine=GRADED)}
+    (table,) = score_tables(scores)
+    assert table.header == ("", "LCQMC\naccuracy", "BQ\navg. prec.", "mine\nSpearman")
+    assert table.rows == (("encoder", "75.50", "66.25", "71.00"),)
+    assert "| LCQMC accuracy | BQ avg. prec. | mine Spearman |" in markdown(scores)
+    terminal = io.StringIO()
+    Console(width=80, file=terminal).print(rich_table(table))
+    assert "accuracy avg. prec. Spearman" in " ".join(terminal.getvalue().split())
 
 
-def test_without_similarity_tasks_the_pictures_say_so(tmp_path: Path) -> None:
-    none = pa.table({"task": pa.array([], pa.string()), "gold": pa.array([], pa.float64()), "cosine": []})
-    pq.write_table(none, tmp_path / "pairs.parquet")
-    cosine_against_gold({"after": tmp_path / "pairs.parquet"}, tmp_path / "cosine.png")
-    layer_similarity({"after": {"sts": {"avg_spearman": None}, "geometry": {}}}, tmp_path / "layers.png")
-    assert is_png(tmp_path / "cosine.png")
-    assert is_png(tmp_path / "layers.png")
+def test_other_sets_of_one_measure_have_it_in_the_title_and_an_average() -> None:
+    scores = {"before": {"cls": similarity(a=BQ, b=BQ), "mean": similarity(a=BQ, b=BQ | {"average_precision": 70.0})}}
+    (table,) = score_tables(scores | {"after": similarity(a=BQ, b=BQ)})
+    assert table.title == "Other sets of pairs: average precision, percent"
+    assert table.header == ("", "a", "b", "avg of 2")
+    assert table.rows[1] == ("before, mean*", "66.25", "70.00", "68.12")
+    assert best_baseline(scores | {"after": similarity(a=BQ, b=BQ)}) == "mean"
+    assert score_tables({"after": similarity(a=GRADED)})[0].header == ("", "a")
 
 
-def is_png(path: Path) -> bool:
-    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 4000
+def test_the_average_of_some_of_the_seven_sets_is_not_called_the_average() -> None:
+    def header(*tasks: str) -> tuple[str, ...]:
+        return score_tables({"after": score(*[50.0] * len(tasks), tasks=tasks)})[0].header
+
+    assert header(*STS)[-1] == "avg"
+    assert header(*STS[:3])[-1] == "avg of 3"
+    assert header("graded-sample")[-1] == "avg"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "said"),
+    [
+        ("10-fold", "Test accuracy, percent (10-fold cross-validation)"),
+        ("5-fold (fast)", "Test accuracy, percent (fast protocol: 5 folds)"),
+        (None, "Test accuracy, percent"),
+    ],
+)
+def test_the_transfer_title_says_the_protocol(protocol: str | None, said: str) -> None:
+    transfer = {task: {"test_accuracy": 80.0, "protocol": protocol} for task in ("MR", "SUBJ")}
+    (table,) = score_tables({"after": {"transfer": transfer | {"avg_accuracy": 80.0}}})
+    assert table.title == said
+
+
+def test_incomplete_data_are_said_in_the_title_of_their_table_alone_wherever_they_were_met() -> None:
+    short = "/data/MRPC/msr_paraphrase_test.txt: 7 rows, where MRPC has 1725"
+    transfer = {"transfer": {"MRPC": {"test_accuracy": 70.0}, "avg_accuracy": 70.0}}
+    scores = {"before": {"cls": score(*[50.0] * 7, warnings=[short])}, "after": score(*[50.0] * 7) | transfer}
+    sts, mrpc = score_tables(scores)
+    assert "incomplete" not in sts.title
+    assert mrpc.title.endswith("(incomplete data, see the warning)")
+    assert mrpc.title in markdown(scores)
+    assert warnings(scores) == [short]
+    assert f"Warning: {short}" in notes(scores)
+    (mr,) = score_tables({"after": {"transfer": {"MR": {"test_accuracy": 70.0}}, "warnings": [short]}})
+    assert "incomplete" not in mr.title
+
+
+def test_what_the_evaluation_noted_is_passed_on_once() -> None:
+    noted = score(*[50.0] * 7, notes=["3 sentences of STS12 are in the corpus, too."])
+    assert notes({"before": {"cls": noted, "mean": noted}, "after": noted}) == noted["notes"]
+
+
+def test_the_geometry_of_the_best_baseline_and_the_trained_encoder_is_in_the_markdown() -> None:
+    raw = {"alignment": 0.25, "uniformity": -1.5, "anisotropy": 0.6, "variance_share": {"1": 0.3, "3": 0.5, "10": 0.75}}
+    trained = {"alignment": None, "uniformity": -2.5, "anisotropy": 0.125, "over": "STS-B"}
+    before = {"cls": score(*[10.0] * 7), "mean": score(*[50.0] * 7) | {"geometry": raw}}
+    scores = {"before": before, "after": score(*[60.0] * 7) | {"geometry": trained}}
+    table = geometry_table(scores)
+    assert table is not None
+    assert table.rows == (
+        ("before, mean", "0.250", "-1.500", "0.600", "30.0", "50.0", "75.0"),
+        ("after", "–", "-2.500", "0.125", "–", "–", "–"),
+    )
+    assert "(STS-B)" in table.title
+    assert table.title in markdown(scores)
+    assert geometry_table({"after": similarity(mine=GRADED)}) is None

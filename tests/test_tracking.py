@@ -285,6 +285,43 @@ def test_a_finished_run_has_scores_files_and_status_and_a_second_call_adds_nothi
     assert not (tmp_path / "mlruns").exists()
 
 
+def test_other_sets_and_shares_of_variance_are_metrics_and_what_was_amiss_is_a_tag(run: tuple[str, str]) -> None:
+    mine = {"n": 9, "spearman": 50.5, "average_precision": 80.0, "n_validation": 4, "f1": 70.0, "f1_threshold": 0.5}
+    score = {
+        "sts": {"avg_spearman": None},
+        "similarity": {"LCQMC": mine, "MRPC": mine},
+        "transfer": {"MRPC": {"n_train": 5, "test_accuracy": 72.5, "f1": 81.0, "protocol": "10-fold"}},
+        "geometry": {"variance_share": {"1": 0.25, "10": 0.75}, "over": "STS-B"},
+    }
+    finish_run(*run, {"scores": {"after": score}, "stages": []}, tags={"incomplete_data": "7 pairs", "none": ""})
+    finished = MlflowClient(run[0]).get_run(run[1]).data
+    assert finished.metrics == {
+        "after/LCQMC/spearman": 50.5,
+        "after/LCQMC/average_precision": 80.0,
+        "after/LCQMC/f1": 70.0,
+        "after/LCQMC/f1_threshold": 0.5,
+        "after/MRPC/test_accuracy": 72.5,
+        "after/MRPC/f1": 81.0,
+        "after/similarity/MRPC/spearman": 50.5,
+        "after/similarity/MRPC/average_precision": 80.0,
+        "after/similarity/MRPC/f1": 70.0,
+        "after/similarity/MRPC/f1_threshold": 0.5,
+        "after/geometry/variance_share/1": 0.25,
+        "after/geometry/variance_share/10": 0.75,
+    }
+    assert finished.tags["incomplete_data"] == "7 pairs"
+    assert "none" not in finished.tags
+
+
+def test_poolings_that_mlflow_would_name_alike_are_told_apart(run: tuple[str, str]) -> None:
+    scores = {name: {"sts": {"avg_spearman": value}} for name, value in (("mean@1+12", 1.0), ("mean@1@12", 2.0))}
+    finish_run(*run, {"scores": {"before": scores, "after": {}}, "stages": []})
+    assert MlflowClient(run[0]).get_run(run[1]).data.metrics == {
+        "before/mean_1_12/avg_spearman": 1.0,
+        "before/mean_1_12_2/avg_spearman": 2.0,
+    }
+
+
 def test_an_encoder_without_a_name_is_not_copied(run: tuple[str, str], encoder: Path) -> None:
     assert finish_run(*run, SUMMARY, encoder=encoder) is None
     assert MlflowClient(run[0]).search_registered_models() == []

@@ -72,6 +72,21 @@ class SimilaritySet(BaseModel, extra="forbid", frozen=True):
     split: str = "test"
     revision: str | None = None
 
+    @model_validator(mode="after")
+    def _fields_fit_the_kind(self) -> "SimilaritySet":
+        fields = type(self).model_fields
+        of_hub = [name for name in ("subset", "split", "revision") if getattr(self, name) != fields[name].default]
+        if self.kind == "file" and of_hub:
+            raise ValueError(f"{self.name}: a file has no {', '.join(of_hub)}; leave it out, or set kind to hub")
+        if self.validation == (self.path if self.kind == "file" else self.split):
+            raise ValueError(
+                f"{self.name}: validation={self.validation} are the test pairs themselves, and a threshold chosen on "
+                "them would flatter; name others, or leave validation out"
+            )
+        if len(set(self.columns)) < len(self.columns):
+            raise ValueError(f"{self.name}: columns names one twice; name those of both sentences and of the label")
+        return self
+
 
 class EvaluateConfig(BaseModel, extra="forbid", frozen=True):
     """All that decides the scores, beside the encoder; where they are computed is ClusterConfig's matter."""

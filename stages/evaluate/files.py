@@ -5,34 +5,52 @@ import gzip
 import io
 import json
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cluster.errors import InputError
+from cluster.errors import InputError, first_line
 
 Row = tuple[int, list[str]]                                    # line number from 1, fields
 
 
-def read_lines(path: Path) -> list[str]:
-    r"""The lines of a UTF-8 file (or .gz) without their ends; only ``\n`` and ``\r\n`` end a line.
+def read_lines(path: Path, encodings: Sequence[str] = ("utf-8",)) -> list[str]:
+    r"""The lines of a file (or .gz) without their ends; only ``\n`` and ``\r\n`` end a line.
 
     ``str.splitlines`` would also split at the control characters that web text carries.
 
+    Args:
+        path: a byte order mark is passed over.
+        encodings: the first that fits the whole file is taken.
+
     Raises:
-        InputError: there is no such file, or a line is not UTF-8.
+        InputError: there is no such file, or a line is not in the last of the encodings.
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n") if content else []
+    *preferred, encoding = encodings
+    encoding = next((each for each in preferred if _fits(content, each)), encoding)
     decoded = []
     for number, line in enumerate(lines, start=1):
         try:
-            decoded.append(line.decode("utf-8").removesuffix("\r"))
+            decoded.append(line.decode(encoding).removesuffix("\r"))
         except UnicodeDecodeError as error:
-            raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file") from None
+            raise InputError(
+                f"{path}, line {number}: not {encoding.upper()} ({error.reason}); convert the file"
+            ) from None
     return decoded
+
+
+def _fits(content: bytes, encoding: str) -> bool:
+    try:
+        content.decode(encoding)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def sentence(text: str, path: Path, line: int) -> str:
@@ -75,6 +93,9 @@ def read_columns(path: Path, columns: tuple[str | int, ...], kind: str | None = 
             or positions from 0, which say that a csv or tsv file has no header line.
         kind: csv, tsv, jsonl or parquet, where the suffix does not say it.
 
+    Returns:
+        Truth values of jsonl and parquet come as 1 and 0.
+
     Raises:
         InputError: no such file, unknown format, a column that is not there, a malformed line.
     """
@@ -84,22 +105,53 @@ def read_columns(path: Path, columns: tuple[str | int, ...], kind: str | None = 
     if suffix == ".jsonl":
         return _json_rows(path, columns)
     if suffix == ".csv":
-        reader = csv.reader(io.StringIO("\n".join(read_lines(path)), newline=""))
-        return _picked(path, [(reader.line_num, row) for row in reader if row], columns)
+        return _picked(path, _csv_rows(path), columns)
     if suffix in (".tsv", ".txt"):
         rows = [(at, line.split("\t")) for at, line in enumerate(read_lines(path), start=1)]
         return _picked(path, rows, columns)
     raise InputError(f"{path}: cannot tell the format; name the file .csv, .tsv, .txt, .jsonl or .parquet")
 
 
+def typed_row(values: Iterable[object], columns: Sequence[str | int], path: Path, line: int) -> list[str]:
+    """Values of typed columns as they would stand in a csv file: truth values as 1 and 0, null as nothing.
+
+    Raises:
+        InputError: one is a list or an object.
+    """
+    row = []
+    for column, value in zip(columns, values, strict=True):
+        if isinstance(value, (list, dict)):
+            kind = "a list" if isinstance(value, list) else "an object"
+            raise InputError(f"{path}, line {line}: column {column} holds {kind}; name one with a text or a number")
+        plain = int(value) if isinstance(value, bool) else value
+        row.append("" if plain is None else str(plain))
+    return row
+
+
+def require_columns(path: Path, columns: Sequence[str | int], present: Sequence[str]) -> None:
+    """InputError unless all of ``columns`` are among those that the file has."""
+    missing = [str(column) for column in columns if column not in present]
+    if missing:
+        raise InputError(f"{path}: no column {', '.join(missing)}; it has {', '.join(present) or 'none'}")
+
+
+def _csv_rows(path: Path) -> list[Row]:
+    reader = csv.reader(io.StringIO("\n".join(read_lines(path)), newline=""), strict=True)
+    try:
+        return [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise InputError(f"{path}, line {reader.line_num}: no CSV ({error}); mend its quotes or line ends") from None
+
+
 def _picked(path: Path, rows: list[Row], columns: tuple[str | int, ...]) -> list[Row]:
     """The wanted fields of all rows; without any name among ``columns`` there is no header line to skip."""
     header = rows[0][1] if rows else []
     names = [column for column in columns if isinstance(column, str)]
-    _require(path, names, header)
+    require_columns(path, names, header)
     places = [header.index(column) if isinstance(column, str) else column for column in columns]
-    if max(places) >= len(header):
-        raise InputError(f"{path}: there is no column {max(places)}, counted from 0; it has {len(header)} columns")
+    outside = [place for place in places if not 0 <= place < len(header)]
+    if outside:
+        raise InputError(f"{path}: there is no column {outside[0]}, counted from 0; it has {len(header)} columns")
     for at, row in rows:
         if len(row) != len(header):
             raise InputError(f"{path}, line {at}: {len(row)} fields where the first line has {len(header)}")
@@ -115,25 +167,18 @@ def _json_rows(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
             raise InputError(f"{path}, line {at}: no JSON ({error.msg})") from None
         if not isinstance(record, dict):
             raise InputError(f"{path}, line {at}: no JSON object but {type(record).__name__}")
-        _require(Path(f"{path}, line {at}"), columns, list(record))
-        rows.append((at, [_text(record[column]) for column in columns]))
+        require_columns(Path(f"{path}, line {at}"), columns, list(record))
+        rows.append((at, typed_row([record[column] for column in columns], columns, path, at)))
     return rows
 
 
 def _parquet_rows(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
-    _require(path, columns, pq.read_schema(path).names)
-    table = pq.read_table(path, columns=list(columns))
-    values = [table.column(column).to_pylist() for column in columns]
-    return [(at, [_text(value) for value in row]) for at, row in enumerate(zip(*values, strict=True), start=1)]
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
-
-
-def _require(path: Path, columns: tuple[str | int, ...] | list[str], present: list[str]) -> None:
-    missing = [str(column) for column in columns if column not in present]
-    if missing:
-        raise InputError(f"{path}: no column {', '.join(missing)}; it has {', '.join(present) or 'none'}")
+    try:
+        require_columns(path, columns, pq.read_schema(path).names)
+        table = pq.read_table(path, columns=list(columns))
+    except pa.ArrowInvalid as error:
+        raise InputError(f"{path} is not a whole Parquet file: {first_line(error)}") from None
+    rows = zip(*(table[column].to_pylist() for column in columns), strict=True)
+    return [(at, typed_row(row, columns, path, at)) for at, row in enumerate(rows, start=1)]

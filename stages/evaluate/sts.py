@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.errors import InputError
-from stages.evaluate.config import GRADED_SAMPLE, EvaluateConfig
+from stages.evaluate.config import GRADED_SAMPLE, TRANSFER_TASKS, EvaluateConfig
 from stages.evaluate.files import fields, number, read_columns, read_lines, sentence
 
 SAMPLE_FILE = Path(__file__).with_name("graded_sample.tsv")
@@ -200,17 +200,18 @@ def correlations(cosines: NDArray[np.float64], gold: NDArray[np.float64]) -> dic
 
 
 def senteval_folder(data: str) -> Path:
-    """The folder that holds STS/ and SICK/: ``data`` itself or its ``downstream``.
+    """The folder that holds STS/, SICK/ or a transfer set: ``data`` itself or its ``downstream``.
 
     Raises:
-        InputError: neither holds them.
+        InputError: neither holds any of them.
     """
+    sets = ("STS", "SICK", *(task.replace("SST2", "SST") for task in TRANSFER_TASKS))
     for folder in (Path(data).expanduser(), Path(data).expanduser() / "downstream"):
-        if (folder / "STS").is_dir() or (folder / "SICK").is_dir():
+        if any((folder / name).is_dir() for name in sets):
             return folder
     raise InputError(
-        f"evaluate.data={data} is no folder in SentEval layout: it holds neither STS/ nor SICK/, nor does its "
-        "downstream/; name another folder, or null for the graded sample"
+        f"evaluate.data={data} is no folder in SentEval layout: it holds neither STS/ nor SICK/ nor a transfer set "
+        "such as MR/, nor does its downstream/; name another folder, or null for the graded sample"
     )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from cluster.errors import InputError, first_line
 from stages.corpus.clean import normalise
 from stages.corpus.files import find_files, is_url
-from stages.evaluate.files import number, read_columns, sentence
+from stages.evaluate.files import number, read_columns, sentence, typed_row
 from stages.labelled.config import (
     BinaryPairsConfig,
     Columns,
@@ -111,7 +111,7 @@ def _hub_table(source: HubRows, columns: Columns) -> Iterator[_Row]:
             "set corpus.source.columns"
         )
     for at, row in enumerate(rows, start=1):
-        yield Path(source.path), at, ["" if row[column] is None else str(row[column]) for column in columns]
+        yield Path(source.path), at, typed_row([row[column] for column in columns], columns, Path(source.path), at)
 
 
 def _scores(config: ScoredPairsConfig, table: list[_Row]) -> tuple[NDArray[np.float64], dict[str, Any]]:

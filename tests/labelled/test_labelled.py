@@ -107,6 +107,8 @@ WRONG: list[tuple[str, str, dict[str, Any], str]] = [
     ("binary-pairs", "a\tb\t1\nc\td\t2\n", {}, "line 2: the label 2 is neither 0 nor 1; .*scored-pairs"),
     ("binary-pairs", "a\tb\t1\nc\td\t1\n", {}, "corpus: all 2 labels are 1"),
     ("triplets", "a\tb\tc\nd\t \te\n", {}, "line 2: an empty sentence"),
+    ("triplets", '{"a": "b", "p": "c", "n": null}\n', {"source": "jsonl", "columns": ("a", "p", "n")},
+     "line 1: an empty sentence"),
     ("nli", "a\tb\tmaybe\n", {}, "line 1: the label 'maybe' is no inference"),
     ("nli", "a\tb\t0\nc\td\t2\n", {}, "no premise of 2 has both"),
     ("triplets", "a\tb\n", {}, "no column 2"),
