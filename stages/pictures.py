@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.published import SETS, backbone_of, published_for
+from stages.evaluate.config import STS_TASKS
+from stages.published import backbone_of, published_for
 from stages.report import best_baseline, is_incomplete
 from stages.tracking import read_metrics
 
@@ -302,7 +303,7 @@ def sts_bars(scores: Mapping[str, Any], encoder: str, path: Path) -> None:
     bars = {"after training" if scores.get("before") else "encoder": (scores["after"]["sts"], "#8FBFE0")}
     if best is not None:
         bars = {f"before training, {best}": (scores["before"][best]["sts"], "#C8C8C8"), **bars}
-    whole, incomplete = tuple(after) == SETS, is_incomplete(scores, after)
+    whole, incomplete = tuple(after) == STS_TASKS, is_incomplete(scores, after)
     averages = [] if len(after) == 1 else ["average" if whole else f"average of {len(after)}"]
     groups = [*after, *averages]
     figure, axes = _figure(1, 1, (1.6 + 1.15 * max(len(groups), 3), 5.2 if whole else 4))
@@ -343,7 +344,7 @@ def _draw_published(axis: "Axes", encoder: str) -> None:
     handles = []
     for row, colour in zip(rows, _cycle(len(rows)), strict=True):
         style: dict[str, Any] = {"color": colour, "linewidth": 1.6, "linestyle": (0, (2, 1)) if row.labelled else "-"}
-        for place, value in enumerate((*(row.scores or [None] * len(SETS)), row.average)):
+        for place, value in enumerate((*(row.scores or [None] * len(STS_TASKS)), row.average)):
             if value is not None:
                 axis.plot([place - 0.46, place + 0.46], [value, value], solid_capstyle="butt", **style)
         handles.append(Line2D([], [], label=f"{row.model} {row.average:.2f}", **style))

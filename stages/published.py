@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-SETS = ("STS12", "STS13", "STS14", "STS15", "STS16", "STS-B", "SICK-R")
-
 FALLBACK = "BERT-base"                                         # what most papers report first
 
 
@@ -16,7 +14,7 @@ FALLBACK = "BERT-base"                                         # what most paper
 class Published:
     """A row of a paper's table, as printed.
 
-    ``scores`` are in the order of ``SETS``; None where only the average is known.
+    ``scores`` are in the order of ``config.STS_TASKS``; None where only the average is known.
     """
 
     model: str

@@ -459,7 +459,7 @@ def _summary_points(summary: Mapping[str, Any]) -> list[Point]:
         ]
         whole = {key: value for key, value in score.items() if not isinstance(value, Mapping)}
         whole["geometry"] = geometry
-        for kind in ("sts", "transfer", "similarity"):         # a set of the user's may be called MRPC, too
+        for kind in ("sts", "transfer", "similarity"):         # a set of the user's may be called geometry
             for task, part in score.get(kind, {}).items():
                 whole[f"{kind}/{task}" if task in whole else task] = _measures(part)
         values[name] = whole

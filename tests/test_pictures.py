@@ -19,12 +19,12 @@ from stages.pictures import (
     loss_curve,
     sts_bars,
 )
-from stages.published import PUBLISHED, SETS, backbone_of, published_for
+from stages.published import PUBLISHED, backbone_of, published_for
 
 CURVE = {"layer_similarity": [0.1, 0.5, 0.7, 1.0]}
 
 
-def score(*spearmans: float | None, tasks: tuple[str, ...] = SETS, **more: Any) -> dict[str, Any]:
+def score(*spearmans: float | None, tasks: tuple[str, ...] = STS_TASKS, **more: Any) -> dict[str, Any]:
     sts: dict[str, Any] = {task: {"spearman": value} for task, value in zip(tasks, spearmans, strict=True)}
     return {"sts": sts | {"avg_spearman": spearmans[0]}, "geometry": CURVE} | more
 
@@ -93,11 +93,14 @@ def test_the_area_under_a_density_is_one(values: Any) -> None:
     [
         (SCORES, True),
         ({"after": score(*[60.0] * 7)}, True),
-        ({"after": score(50.0, 60.0, tasks=SETS[:2])}, False),
+        ({"after": score(50.0, 60.0, tasks=STS_TASKS[:2])}, False),
         ({"after": score(50.0, tasks=("graded-sample",))}, False),
         ({"after": score(*[60.0] * 7, warnings=["STS.input.OnWN.txt: 3 pairs, where STS13 OnWN has 561"])}, False),
         ({"after": score(*[60.0] * 7, warnings=["train.tsv: 3 rows, where SST2 has 67349"])}, True),
-        ({"before": {"cls": score(None, None, tasks=SETS[:2])}, "after": score(None, 3.0, tasks=SETS[:2])}, False),
+        (
+            {"before": {"cls": score(None, None, tasks=STS_TASKS[:2])}, "after": score(None, 3.0, tasks=STS_TASKS[:2])},
+            False,
+        ),
     ],
 )
 def test_published_figures_stand_beside_all_seven_complete_sets_alone(
@@ -112,9 +115,9 @@ def test_published_figures_stand_beside_all_seven_complete_sets_alone(
 
 
 def test_published_averages_are_those_of_the_sets() -> None:
-    assert SETS == STS_TASKS
     for row in PUBLISHED:
         if row.scores is not None:
+            assert len(row.scores) == len(STS_TASKS)
             rounding = 0.031 if row.model == "SBERT-NLI" else 0.0051               # the paper prints 74.89 for 74.86
             assert np.mean(row.scores) == pytest.approx(row.average, abs=rounding), row
 

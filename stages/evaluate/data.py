@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import InputError
-from stages.evaluate.config import TRANSFER_TASKS, EvaluateConfig
+from stages.evaluate.config import GRADED_SAMPLE, TRANSFER_TASKS, EvaluateConfig
 from stages.evaluate.similarity import SimilarityData, load_similarity, similarity_files
 from stages.evaluate.sts import ScoredPairs, load_tasks, pair_files, sts_sentences
 from stages.evaluate.transfer import TransferData, load_transfer, transfer_files
@@ -63,7 +63,7 @@ def check_evaluation(config: EvaluateConfig) -> dict[str, list[str]]:
     in_folder: list[Path] = [file for task in config.sts_tasks for file in pair_files(config.data, task)]
     in_folder += [file for task in config.transfer_tasks for file in transfer_files(str(config.data), task)]
     named = {path: [path] for each in config.similarity for path in similarity_files(each)}
-    return {config.data or "graded-sample": [str(file) for file in in_folder], **named}
+    return {config.data or GRADED_SAMPLE: [str(file) for file in in_folder], **named}
 
 
 def evaluation_sentences(data: str | None) -> list[str]:

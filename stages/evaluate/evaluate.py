@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -165,7 +165,6 @@ def _transfer(
     progress, scratch = context.progress, context.out / "features"
     scores: dict[str, dict[str, object]] = {}
     for name, task in data.transfer.items():
-        scratch.mkdir(exist_ok=True)
         scores[name] = {**transfer_scores(
             task,
             embed[name],
@@ -203,19 +202,22 @@ def _to_fit(whitening: WhiteningConfig | None, corpus: Corpus | None) -> list[st
     assert corpus is not None
     wanted = whitening.sentences or SENTENCES
     sentences: list[str] = []
-    for file in sorted(corpus.folder.glob("part-*.parquet")):
-        sentences += pq.read_table(file, columns=["text"])["text"].to_pylist()
+    for texts in _texts(corpus):
+        sentences += texts
         if len(sentences) >= wanted:
             break
     return sentences[:wanted]
 
 
+def _texts(corpus: Corpus) -> Iterator[list[str]]:
+    """The sentences of each of the corpus's files, in the corpus's order."""
+    for file in sorted(corpus.folder.glob("part-*.parquet")):
+        yield pq.read_table(file, columns=["text"])["text"].to_pylist()
+
+
 def _overlap(data: EvaluationData, corpus: Corpus) -> dict[str, int]:
     """How many distinct sentences of each task are in the corpus, case, spaces and punctuation aside."""
-    trained_on = np.unique(np.concatenate([
-        comparison_hashes(pq.read_table(file, columns=["text"])["text"].to_pylist())
-        for file in sorted(corpus.folder.glob("part-*.parquet"))
-    ]))
+    trained_on = np.unique(np.concatenate([comparison_hashes(texts) for texts in _texts(corpus)]))
     return {
         name: int(np.isin(np.unique(comparison_hashes(sentences)), trained_on).sum())
         for name, sentences in data.sentences()
