@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,23 +11,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.config import ClusterConfig
-from stages.evaluate import encode as encoding
+from cluster.launch import map_tasks
 from stages.evaluate.cache import encoder_key
-from stages.evaluate.encode import encode
+from stages.evaluate.encode import EncodeTask, encode
 from stages.evaluate.encoded import Encoded
 
 
 @pytest.fixture
 def encoded_sentences(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The sentences that were really encoded."""
+    """The sentences that were really encoded, in this process or by Ray's."""
     seen: list[str] = []
-    real = encoding.encode_task
 
-    def counting(task: encoding.EncodeTask) -> Encoded:
-        seen.extend(task.sentences)
-        return real(task)
+    def counting(
+        work: Callable[[EncodeTask], Encoded], tasks: Sequence[EncodeTask], cluster: ClusterConfig
+    ) -> Iterator[Encoded]:
+        seen.extend(text for task in tasks for text in task.sentences)
+        return map_tasks(work, tasks, cluster)
 
-    monkeypatch.setattr(encoding, "encode_task", counting)
+    monkeypatch.setattr("stages.evaluate.encode.map_tasks", counting)
     return seen
 
 
