@@ -18,10 +18,12 @@ from pipeline import configs
 from stages.corpus.config import CorpusConfig
 from stages.encoder import EncoderConfig
 from stages.evaluate.config import EvaluateConfig
+from stages.labelled.config import LabelledConfig
 from stages.tracking import TrackingConfig
 from stages.train import TrainConfig
 
 DISCRIMINATORS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("corpus",): ("kind", "sentences"),
     ("corpus", "source"): ("kind", "python-docs"),
     ("train", "method"): ("name", "apincse"),
 }
@@ -51,7 +53,7 @@ class Config(BaseModel, extra="forbid", frozen=True):
     name: str = "demo"                                         # of the run's folder and the MLflow experiment
     root: str = "runs"                                         # folder of the store, the runs and MLflow's database
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
-    corpus: CorpusConfig = CorpusConfig()
+    corpus: CorpusConfig | LabelledConfig = Field(CorpusConfig(), discriminator="kind")
     encoder: EncoderConfig = EncoderConfig()
     train: TrainConfig | None = TrainConfig()                  # null: score the encoder as it is
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -122,11 +124,17 @@ def _overlay(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, An
 
 def _with_kinds(values: dict[str, Any]) -> dict[str, Any]:
     """Add the usual kind where a part is described without one, so that one of its fields can be set alone."""
-    for (outer, inner), (field, usual) in DISCRIMINATORS.items():
-        part = values.get(outer)
-        if isinstance(part, Mapping) and isinstance(part.get(inner), Mapping):
-            values = {**values, outer: {**part, inner: {field: usual, **part[inner]}}}
+    for path, (field, usual) in DISCRIMINATORS.items():
+        values = _with_kind(values, path, field, usual)
     return values
+
+
+def _with_kind(values: Mapping[str, Any], path: tuple[str, ...], field: str, usual: str) -> dict[str, Any]:
+    if not path:
+        return {field: usual, **values}
+    part = values.get(path[0])
+    described = {path[0]: _with_kind(part, path[1:], field, usual)} if isinstance(part, Mapping) else {}
+    return {**values, **described}
 
 
 def _config_file(name: str) -> Path:
@@ -250,7 +258,7 @@ def _explain_unknown(location: tuple[int | str, ...]) -> str:
     before = f"{parent}." if parent else ""
     if path in DISCRIMINATORS:
         field = _field_of_kind(path)
-        having = [_kind(model, field) for model in _walk(path)[1] if key in model.model_fields]
+        having = [_kind(model, field) for model in _walk(location[:-2])[1] if key in model.model_fields]
         if having:
             return f"{parent} of {field} {location[-2]} has no {key}; {before}{field}={_or(having)} has"
     known = list(dict.fromkeys(name for model in models for name in model.model_fields))

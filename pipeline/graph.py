@@ -6,19 +6,25 @@ from pathlib import Path
 from cluster.config import ClusterConfig
 from pipeline.config import Config
 from pipeline.dag import Stage
+from stages.corpus.config import CorpusConfig
 from stages.corpus.prepare import CorpusJob, check_source, prepare_corpus
 from stages.corpus.prose import versions_digest
 from stages.encoder import check_encoder, check_poolings, resolve
-from stages.evaluate.config import GRADED_SAMPLE, SimilaritySet
+from stages.evaluate.config import GRADED_SAMPLE, EvaluateConfig, SimilaritySet
 from stages.evaluate.data import check_evaluation
 from stages.evaluate.evaluate import EvaluateJob, evaluate
 from stages.evaluate.sts import SAMPLE_FILE
+from stages.evaluate.validation import validation_files
+from stages.labelled.config import LabelledConfig
+from stages.labelled.prepare import LabelledJob, check_labelled, prepare_labelled
+from stages.methods.registry import check_kind
 from stages.train import TrainConfig, TrainJob, check_train, train
 
 NOT_DECISIVE = (
     "evaluate.baseline_poolings",                              # an EvaluateJob names the poolings to score itself
     "evaluate.keep_embeddings",
 )
+DATA_OF_EVALUATION = {"data", "sts", "similarity", "transfer", "protocol", "allow_partial"}  # which pairs are scored
 BOOKKEEPING = ("train.log_every", "train.checkpoint_every")    # change no weight
 
 
@@ -63,6 +69,8 @@ def _evaluate(
 
 
 def _corpus(config: Config) -> Stage:
+    if not isinstance(config.corpus, CorpusConfig):
+        return _labelled(config, config.corpus)
     job = CorpusJob(
         corpus=config.corpus,
         tokenizer=config.encoder.name,
@@ -77,10 +85,28 @@ def _corpus(config: Config) -> Stage:
     return Stage("corpus", prepare_corpus, job, reads=reads, also=installed, version=2)
 
 
+def _labelled(config: Config, corpus: LabelledConfig) -> Stage:
+    """The corpus stage where the corpus is labelled rows; the data that scores and validates is held against them."""
+    evaluate, validation = config.evaluate, config.train.validation if config.train else None
+    job = LabelledJob(
+        corpus=corpus,
+        tokenizer=config.encoder.name,
+        max_length=config.encoder.max_length,
+        seed=config.seed,
+        evaluate=EvaluateConfig.model_validate(evaluate.model_dump(include=DATA_OF_EVALUATION)),
+        validation=validation,
+    )
+    held = [file for files in check_evaluation(evaluate).values() for file in files]
+    held += validation_files(validation, evaluate.data)
+    reads = {corpus.source.path: check_labelled(corpus), "evaluation": held, **_encoder_files(config.encoder.name)}
+    return Stage("corpus", prepare_labelled, job, reads=reads)
+
+
 def _train(config: Config, settings: TrainConfig, cluster: ClusterConfig) -> Stage:
     data = None if settings.validation else config.evaluate.data
     job = TrainJob(train=settings, encoder=config.encoder, evaluation_data=data, seed=config.seed)
     validation = settings.validation.path if settings.validation else config.evaluate.data or GRADED_SAMPLE
+    check_kind(settings.method.name, config.corpus.kind)
     reads = {validation: check_train(job, cluster), **_encoder_files(config.encoder.name)}
     precision = "" if cluster.precision == "auto" else cluster.precision
     return Stage("train", train, job, ("corpus",), reads, also=precision, indifferent=BOOKKEEPING)

@@ -22,6 +22,19 @@ class Corpus:
 
 
 @dataclass(frozen=True)
+class LabelledRows:
+    """Distinct rows of two or three sentences, tokenised, in a seeded random order.
+
+    ``folder/part-*.parquet``, read in the order of their names, have the columns ``text`` (list of string),
+    ``input_ids`` (list of lists of int32, special tokens included), ``text_ids`` (list of int32, equal for equal
+    sentences) and ``label`` (float32 in [0, 1]; null in triplets). ``folder/statistics.json`` is as a corpus's.
+    """
+
+    folder: Path
+    rows: int
+
+
+@dataclass(frozen=True)
 class TrainedEncoder:
     """``folder/encoder``: the best checkpoint; ``folder/metrics.jsonl``: one object a logged step."""
 

@@ -16,53 +16,72 @@ from stages.methods.base import Batch
 
 @dataclass(frozen=True)
 class TokenisedSentences:
-    """All token ids of a corpus in one array: 10^6 sentences of 30 tokens are 120 MB."""
+    """All token ids of n rows in one array: 10^6 sentences of 30 tokens are 120 MB.
+
+    A row is a sentence, or the k sentences of a pair or triplet.
+    """
 
     tokens: np.ndarray                                         # (sum of lengths,) int32
-    offsets: np.ndarray                                        # (n + 1,) int64; where each sentence starts, and the end
+    offsets: np.ndarray                                        # (k * n + 1,) int64; where sentences start, and the end
+    members: int = 1                                           # k, sentences a row
+    labels: np.ndarray | None = None                           # (n,) float32, of pairs
+    text_ids: np.ndarray | None = None                         # (n, k) int64, of pairs and triplets
 
     @classmethod
     def read(cls, folder: Path) -> "TokenisedSentences":
-        """Read ``part-*.parquet`` in the order of their names."""
-        parts = [pq.read_table(file, columns=["input_ids"]) for file in sorted(folder.glob("part-*.parquet"))]
-        ids = pa.concat_tables(parts)["input_ids"].combine_chunks()
-        offsets = ids.offsets.to_numpy().astype(np.int64)
-        return cls(ids.values.to_numpy(zero_copy_only=False).astype(np.int32), offsets)
+        """Read ``part-*.parquet`` in the order of their names: those of a corpus, or of labelled rows."""
+        files = sorted(folder.glob("part-*.parquet"))
+        labelled = "text_ids" in pq.read_schema(files[0]).names
+        columns = ["input_ids", "text_ids", "label"] if labelled else ["input_ids"]
+        table = pa.concat_tables([pq.read_table(file, columns=columns) for file in files]).combine_chunks()
+        ids = table["input_ids"].combine_chunks()
+        if not labelled:
+            return cls(*_tokens_and_offsets(ids))
+        text_ids = table["text_ids"].combine_chunks().flatten().to_numpy().astype(np.int64).reshape(len(table), -1)
+        labels = None if table["label"].null_count else table["label"].to_numpy()
+        return cls(*_tokens_and_offsets(ids.flatten()), text_ids.shape[1], labels, text_ids)
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return (len(self.offsets) - 1) // self.members
 
     def batch(self, rows: np.ndarray, pad: int) -> Batch:
-        """The sentences ``rows``, padded with the token ``pad`` to the longest of them."""
-        sentences = [torch.from_numpy(self.tokens[self.offsets[row] : self.offsets[row + 1]]).long() for row in rows]
+        """The sentences of ``rows``, padded with the token ``pad`` to the longest of them."""
+        places = (rows * self.members + np.arange(self.members)[:, None]).ravel()
+        sentences = [torch.from_numpy(self.tokens[self.offsets[at] : self.offsets[at + 1]]).long() for at in places]
         input_ids = torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True, padding_value=pad)
         lengths = torch.tensor([len(sentence) for sentence in sentences])
         mask = torch.arange(input_ids.shape[1])[None, :] < lengths[:, None]
-        return Batch(input_ids, mask.long())
+        labels = None if self.labels is None else torch.from_numpy(self.labels[rows])
+        text_ids = None if self.text_ids is None else torch.from_numpy(self.text_ids[rows].T.ravel())
+        return Batch(input_ids, mask.long(), labels, text_ids)
 
 
-def global_rows(sentences: int, batch_size: int, step: int, seed: int) -> np.ndarray:
-    """Which sentences make up the global batch of a step.
+def _tokens_and_offsets(lists: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    return lists.values.to_numpy(zero_copy_only=False).astype(np.int32), lists.offsets.to_numpy().astype(np.int64)
+
+
+def global_rows(rows_in_all: int, batch_size: int, step: int, seed: int) -> np.ndarray:
+    """Which rows make up the global batch of a step.
 
     Each epoch is a permutation of its own; what is left over when it does not divide by the batch size is dropped.
 
     Args:
-        sentences: in the corpus.
-        batch_size: of all workers together; at most ``sentences``.
+        rows_in_all: in the corpus; a row is a sentence, a pair or a triplet.
+        batch_size: of all workers together; at most ``rows_in_all``.
         step: counted from 0 through all epochs.
         seed: of the run.
 
     Returns:
         (batch_size,) int64.
     """
-    epoch, place = divmod(step, sentences // batch_size)
-    rows: np.ndarray = _epoch_order(sentences, seed, epoch)[place * batch_size :][:batch_size]
+    epoch, place = divmod(step, rows_in_all // batch_size)
+    rows: np.ndarray = _epoch_order(rows_in_all, seed, epoch)[place * batch_size :][:batch_size]
     return rows
 
 
 @lru_cache(maxsize=1)
-def _epoch_order(sentences: int, seed: int, epoch: int) -> np.ndarray:
-    order: np.ndarray = np.random.default_rng([seed, epoch]).permutation(sentences)
+def _epoch_order(rows_in_all: int, seed: int, epoch: int) -> np.ndarray:
+    order: np.ndarray = np.random.default_rng([seed, epoch]).permutation(rows_in_all)
     return order
 
 
@@ -78,4 +97,5 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     def moved(tensor: Tensor) -> Tensor:
         return tensor.to(device, non_blocking=True)
 
-    return Batch(moved(batch.input_ids), moved(batch.attention_mask))
+    labels, text_ids = (None if each is None else moved(each) for each in (batch.labels, batch.text_ids))
+    return Batch(moved(batch.input_ids), moved(batch.attention_mask), labels, text_ids)

@@ -21,7 +21,7 @@ from cluster.engine import Engine, build_engine
 from cluster.errors import InputError
 from cluster.launch import train_on_workers
 from cluster.world import World
-from stages.artifacts import Corpus, TrainedEncoder
+from stages.artifacts import Corpus, LabelledRows, TrainedEncoder
 from stages.batches import TokenisedSentences, global_rows, own_share, to_device
 from stages.context import Context, Progress
 from stages.encoder import Encoder, EncoderConfig, check_encoder, load_tokenizer, max_positions
@@ -38,7 +38,8 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """All that decides the weights; where they are computed is ClusterConfig's matter."""
 
     method: MethodConfig = APINCSEConfig(name="apincse")
-    batch_size: PositiveInt = 64                               # sentences per optimizer step, all workers together
+    batch_size: PositiveInt = 64                               # rows (sentences, pairs, triplets) per optimizer step,
+                                                               # all workers together
     steps: PositiveInt | None = None                           # optimizer steps; null: as many as `epochs` make
     epochs: PositiveInt = 1                                    # passes over the corpus, where `steps` is null
     learning_rate: PositiveFloat = 3e-5                        # at its peak; falls linearly to 0
@@ -107,15 +108,16 @@ def check_train(job: TrainJob, cluster: ClusterConfig) -> list[str]:
     return validation_files(job.train.validation, job.evaluation_data)
 
 
-def train(job: TrainJob, corpus: Corpus, context: Context) -> TrainedEncoder:
+def train(job: TrainJob, corpus: Corpus | LabelledRows, context: Context) -> TrainedEncoder:
     """Train an encoder on Ray Train workers; the weights that validate best end in ``context.out/encoder``.
 
     Raises:
-        InputError: the corpus has fewer sentences than one batch, or the workers do not fit on the cluster.
+        InputError: the corpus has fewer rows than one batch, or the workers do not fit on the cluster.
     """
-    if corpus.sentences < job.train.batch_size:
+    rows, of = (corpus.sentences, "sentences") if isinstance(corpus, Corpus) else (corpus.rows, "rows")
+    if rows < job.train.batch_size:
         raise InputError(
-            f"the corpus has {corpus.sentences} sentences, fewer than train.batch_size={job.train.batch_size}; "
+            f"the corpus has {rows} {of}, fewer than train.batch_size={job.train.batch_size}; "
             f"add text or lower the batch size"
         )
     finished = context.out / "best.json"
@@ -243,7 +245,8 @@ class Run:
         means = self.world.mean(torch.stack([metrics[name].float() for name in sorted(metrics)])).tolist()
         now = self._training_seconds()
         before, then = self.logged
-        speed = (step - before) * self.task.job.train.batch_size / max(now - then, 1e-9)
+        sentences = (step - before) * self.task.job.train.batch_size * self.sentences.members
+        speed = sentences / max(now - then, 1e-9)
         self.logged = (step, now)
         values = dict(zip(sorted(metrics), means, strict=True))
         self.record(

@@ -159,3 +159,37 @@ class APINCSE:
         rows = [row for pushed_at, row in self.queue if o["include_self"] or pushed_at != copy]
         live = unit(positives[i]) if o["anchor_norm"] == "unit" else positives[i]
         return augmented_positive(live, nearest(positives[i], rows, o["neighbours"], None), o["beta"])
+
+
+def ranking(scores: Sequence[float], labels: Sequence[float], scale: float) -> float:
+    """CoSENT: log(1 + sum over y_p > y_q of exp(scale (s_q - s_p)))."""
+    total = 1.0
+    for p, label in enumerate(labels):
+        for q, other in enumerate(labels):
+            if label > other:
+                total += math.exp(scale * (scores[q] - scores[p]))
+    return math.log(total)
+
+
+def angle_score(first: Vector, second: Vector) -> float:
+    """AnglE (5-8): the summed real and imaginary parts of z/w, over |z|/|w|, as complex numbers say it."""
+    half = len(first) // 2
+    z, w = first[:half] + 1j * first[half:], second[:half] + 1j * second[half:]
+    total = 0.0
+    for one, other in zip(z, w, strict=True):
+        product = one * other.conjugate()                      # z/w = z w* / |w|^2, and |w|^2 |z|/|w| = |z| |w|
+        total += product.real + product.imag
+    return abs(total) / (float(np.linalg.norm(first)) * float(np.linalg.norm(second)))
+
+
+def in_batch(first: Rows, second: Rows, texts: Sequence[object], labels: Sequence[float], temperature: float) -> float:
+    """AnglE (4) over all 2P sentences; copies of a sentence's other half are positives of it, too."""
+    vectors, n = [*first, *second], len(first)
+    losses = []
+    for i, vector in enumerate(vectors):
+        others = [j for j in range(2 * n) if j != i]
+        logits = [cosine(vector, vectors[j]) / temperature for j in others]
+        half = texts[(i + n) % (2 * n)]
+        alike = labels[i % n] == 1
+        losses.append(sum(cross_entropy(logits, at) for at, j in enumerate(others) if alike and texts[j] == half))
+    return sum(losses) / len(losses)

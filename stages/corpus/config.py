@@ -71,6 +71,7 @@ Source = Annotated[
 class CorpusConfig(BaseModel, extra="forbid", frozen=True):
     """Where the sentences come from and which are kept."""
 
+    kind: Literal["sentences"] = "sentences"                   # labelled rows have configs of their own
     source: Source = PythonDocsSource(kind="python-docs")
     segment: bool = True                                       # split paragraphs; false: a line is a sentence
     language: str = "en"                                       # of the segmentation rules

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from cluster.errors import InputError
-from stages.artifacts import Corpus, Scores, TrainedEncoder
+from stages.artifacts import Corpus, LabelledRows, Scores, TrainedEncoder
 from stages.context import Context
 from stages.corpus.clean import comparison_hashes
 from stages.encoder import max_positions
@@ -38,7 +39,7 @@ class EvaluateJob(BaseModel, extra="forbid", frozen=True):
     poolings: tuple[str, ...]                                  # each gets its own scores
 
 
-def evaluate(job: EvaluateJob, *inputs: TrainedEncoder | Corpus, context: Context) -> Scores:
+def evaluate(job: EvaluateJob, *inputs: TrainedEncoder | Corpus | LabelledRows, context: Context) -> Scores:
     """Score an encoder; writes ``scores.json`` and ``pairs-POOLING.parquet`` (task, subset, gold, cosine).
 
     Args:
@@ -52,7 +53,7 @@ def evaluate(job: EvaluateJob, *inputs: TrainedEncoder | Corpus, context: Contex
     """
     data = load_evaluation(job.evaluate)
     encoder = job.encoder or next(str(each.folder / "encoder") for each in inputs if isinstance(each, TrainedEncoder))
-    corpus = next((each for each in inputs if isinstance(each, Corpus)), None)
+    corpus = next((each for each in inputs if not isinstance(each, TrainedEncoder)), None)
     fitted_on = _to_fit(job.evaluate.whitening, corpus)
     progress = context.progress
     encoded = encode(
@@ -195,7 +196,7 @@ def _write_pairs(path: Path, tasks: dict[str, ScoredPairs], cosines: dict[str, N
     pq.write_table(pa.table(table), path)
 
 
-def _to_fit(whitening: WhiteningConfig | None, corpus: Corpus | None) -> list[str]:
+def _to_fit(whitening: WhiteningConfig | None, corpus: Corpus | LabelledRows | None) -> list[str]:
     """The corpus sentences that whitening is fitted on: the first ones, for the corpus is in a random order."""
     if whitening is None or whitening.fit != "corpus":
         return []
@@ -209,13 +210,14 @@ def _to_fit(whitening: WhiteningConfig | None, corpus: Corpus | None) -> list[st
     return sentences[:wanted]
 
 
-def _texts(corpus: Corpus) -> Iterator[list[str]]:
+def _texts(corpus: Corpus | LabelledRows) -> Iterator[list[str]]:
     """The sentences of each of the corpus's files, in the corpus's order."""
     for file in sorted(corpus.folder.glob("part-*.parquet")):
-        yield pq.read_table(file, columns=["text"])["text"].to_pylist()
+        texts = pq.read_table(file, columns=["text"])["text"]
+        yield (pc.list_flatten(texts) if isinstance(corpus, LabelledRows) else texts).to_pylist()
 
 
-def _overlap(data: EvaluationData, corpus: Corpus) -> dict[str, int]:
+def _overlap(data: EvaluationData, corpus: Corpus | LabelledRows) -> dict[str, int]:
     """How many distinct sentences of each task are in the corpus, case, spaces and punctuation aside."""
     trained_on = np.unique(np.concatenate([comparison_hashes(texts) for texts in _texts(corpus)]))
     return {

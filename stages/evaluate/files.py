@@ -83,7 +83,7 @@ def fields(line: str, path: Path, at: int, expected: tuple[int, ...]) -> list[st
     return parts
 
 
-def read_columns(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
+def read_columns(path: Path, columns: tuple[str | int, ...], kind: str | None = None) -> list[Row]:
     """Rows of a csv, tsv, jsonl or parquet file as (line number, the values of ``columns`` as text).
 
     Args:
@@ -91,6 +91,7 @@ def read_columns(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
             quoting; all but parquet may be followed by ``.gz``.
         columns: names, looked up in the header line (csv, tsv), the objects (jsonl) or the schema (parquet);
             or positions from 0, which say that a csv or tsv file has no header line.
+        kind: csv, tsv, jsonl or parquet, where the suffix does not say it.
 
     Returns:
         Truth values of jsonl and parquet come as 1 and 0.
@@ -98,7 +99,7 @@ def read_columns(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
     Raises:
         InputError: no such file, unknown format, a column that is not there, a malformed line.
     """
-    suffix = Path(path.stem if path.suffix == ".gz" else path.name).suffix
+    suffix = f".{kind}" if kind else Path(path.stem if path.suffix == ".gz" else path.name).suffix
     if suffix == ".parquet":
         return _parquet_rows(path, columns)
     if suffix == ".jsonl":
@@ -112,7 +113,7 @@ def read_columns(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
 
 
 def typed_row(values: Iterable[object], columns: Sequence[str | int], path: Path, line: int) -> list[str]:
-    """Values of typed columns as they would stand in a csv file: truth values as 1 and 0.
+    """Values of typed columns as they would stand in a csv file: truth values as 1 and 0, null as nothing.
 
     Raises:
         InputError: one is a list or an object.
@@ -122,7 +123,8 @@ def typed_row(values: Iterable[object], columns: Sequence[str | int], path: Path
         if isinstance(value, (list, dict)):
             kind = "a list" if isinstance(value, list) else "an object"
             raise InputError(f"{path}, line {line}: column {column} holds {kind}; name one with a text or a number")
-        row.append(str(int(value)) if isinstance(value, bool) else str(value))
+        plain = int(value) if isinstance(value, bool) else value
+        row.append("" if plain is None else str(plain))
     return row
 
 

@@ -27,7 +27,7 @@ class ValidationFile(BaseModel, extra="forbid", frozen=True):
     """Any csv, tsv, jsonl or parquet file with two text columns and a score."""
 
     path: str
-    columns: tuple[str, str, str] = ("sentence1", "sentence2", "score")
+    columns: tuple[str | int, str | int, str | int] = ("sentence1", "sentence2", "score")
 
 
 def read_validation(file: ValidationFile | None, data: str | None) -> ScoredPairs:

@@ -12,10 +12,15 @@ from stages.encoder import Encoder, Encoding, Layers
 
 @dataclass(frozen=True)
 class Batch:
-    """One worker's contiguous share of a global batch."""
+    """One worker's contiguous share of a global batch: n rows of k sentences, k being 1 without labelled data.
 
-    input_ids: Tensor                                          # (n, S) int64
-    attention_mask: Tensor                                     # (n, S) int64
+    First come the first sentences of all rows, then the second ones, and so on.
+    """
+
+    input_ids: Tensor                                          # (k * n, S) int64
+    attention_mask: Tensor                                     # (k * n, S) int64
+    labels: Tensor | None = None                               # (n,) float32 in [0, 1], of pairs
+    text_ids: Tensor | None = None                             # (k * n,) int64, equal for equal sentences
 
 
 MLP = Literal["none", "train-only"]

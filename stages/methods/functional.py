@@ -118,3 +118,96 @@ def nearest_layer(layers: Tensor) -> Tensor:
     """
     cosines = F.cosine_similarity(layers[1:-1].float(), layers[-1:].float(), dim=-1)   # (T-1, B)
     return cosines.argmax(dim=0) + 1
+
+
+def ranking_loss(scores: Tensor, labels: Tensor, scale: float) -> Tensor:
+    """log(1 + the sum, over all p, q with y_p > y_q, of exp(scale (s_q - s_p))).
+
+    Each two pairs of different labels should have their scores in the order of the labels; equal labels ask nothing,
+    so a batch of one label has a loss of 0 and no gradient.
+
+    Args:
+        scores: (P,) how alike the two sentences of each pair are, by the encoder.
+        labels: (P,) how alike they are said to be; only their order counts.
+        scale: 1 / temperature; > 0.
+
+    Returns:
+        () one loss for all pairs together: no mean over them.
+
+    Source: CoSENT, IEEE/ACM TASLP 32 (2024), the loss of its section III.
+    """
+    differences = scale * (scores[None, :] - scores[:, None])                      # (P, P): s_q - s_p
+    wanted = differences[labels[:, None] > labels[None, :]]
+    return torch.cat([wanted.new_zeros(1), wanted]).logsumexp(dim=0)
+
+
+def angle_scores(first: Tensor, second: Tensor) -> Tensor:
+    """How small the angles between pairs of vectors are, when each vector is read as d/2 complex numbers.
+
+    The first half of a vector is its real part, the second the imaginary one. The score is the absolute value of
+    the summed parts of the quotient z/w, each brought to length one: 1 for equal vectors.
+
+    Args:
+        first: (P, D) vectors z, D even.
+        second: (P, D) vectors w.
+
+    Returns:
+        (P,) in [0, sqrt 2]; large for like pairs.
+
+    Source: AnglE, equations 5-8, arXiv:2309.12871. The paper's loss sums over differences of angles with the opposite
+    sign; what its authors' code computes, and every implementation since, is a score that grows with likeness.
+    """
+    a, b = F.normalize(first, dim=-1).chunk(2, dim=-1)
+    c, d = F.normalize(second, dim=-1).chunk(2, dim=-1)
+    real = (a * c + b * d).sum(dim=-1)
+    imaginary = (b * c - a * d).sum(dim=-1)
+    return (real + imaginary).abs()
+
+
+def in_batch_loss(first: Tensor, second: Tensor, text_ids: Tensor, alike: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy of finding, among all sentences of the batch, the other half of a pair that is alike.
+
+    Where the batch has that other half more than once, each copy counts as a positive. Sentences of other pairs have
+    no positive and no loss of their own, but everyone meets them as negatives.
+
+    Args:
+        first: (P, D) unit vectors of the pairs' first sentences.
+        second: (P, D) unit vectors of their second ones.
+        text_ids: (2P,) int64, equal for equal sentences; those of ``first`` come first.
+        alike: (P,) bool, which pairs are.
+        temperature: divides cosines.
+
+    Returns:
+        () mean over all 2P sentences, in nats.
+
+    Source: AnglE, equation 4, arXiv:2309.12871.
+    """
+    vectors = torch.cat([first, second])                                           # (2P, D)
+    itself = torch.eye(len(vectors), dtype=torch.bool, device=vectors.device)
+    other_half = text_ids.roll(len(first))                                         # (2P,)
+    positive = (other_half[:, None] == text_ids[None, :]) & alike.repeat(2)[:, None] & ~itself
+    logits = (vectors @ vectors.T / temperature).masked_fill(itself, -torch.inf)
+    return -logits.log_softmax(dim=1).masked_fill(~positive, 0.0).sum(dim=1).mean()
+
+
+def difference_features(first: Tensor, second: Tensor) -> Tensor:
+    """(P, D) and (P, D) -> (P, 3D): [u; v; |u - v|].
+
+    Source: SBERT, section 3, the classification objective, arXiv:1908.10084.
+    """
+    return torch.cat([first, second, (first - second).abs()], dim=-1)
+
+
+def manhattan_similarity(first: Tensor, second: Tensor) -> Tensor:
+    """exp(-mean_k |u_k - v_k|) of each pair.
+
+    Args:
+        first: (P, D) vectors, not normalised.
+        second: (P, D).
+
+    Returns:
+        (P,) in (0, 1]; 1 for equal vectors. The mean over dimensions, where Ma-LSTM has the sum, keeps it from 0.
+
+    Source: Siamese recurrent architectures, Mueller and Thyagarajan, AAAI 2016, with BERT in the LSTM's place.
+    """
+    return (-(first - second).abs().mean(dim=-1)).exp()

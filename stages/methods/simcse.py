@@ -1,4 +1,4 @@
-"""SimCSE: two dropout views of a sentence find each other in the batch."""
+"""SimCSE: two dropout views of a sentence, or the first two of a triplet, find each other in the batch."""
 
 from typing import Literal
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from cluster.world import World
 from stages.encoder import Encoder, Encoding
-from stages.methods.base import MLP, Metrics, TwoViewMethod, own_rows
-from stages.methods.functional import info_nce
+from stages.methods.base import MLP, Batch, Method, Metrics, TrainOnlyMLP, TwoViewMethod, full_precision, own_rows
+from stages.methods.functional import hard_negative_info_nce, info_nce
 
 
 class SimCSEConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
@@ -41,3 +41,48 @@ class SimCSE(TwoViewMethod):
         loss = info_nce(anchors, world.gather(positives), targets, self.config.temperature)
         cosine = (anchors * positives).sum(dim=-1).mean()
         return loss, {"loss": loss.detach(), "positive_cosine": cosine.detach()}
+
+
+class SupervisedSimCSEConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """Supervised SimCSE, arXiv:2104.08821, without the head that the paper keeps at test."""
+
+    name: Literal["simcse-supervised"]
+    temperature: PositiveFloat = 0.05
+    mlp: MLP = "none"
+
+    def check(self, depth: int, batch_size: int) -> None:
+        """Any encoder and batch will do."""
+
+    def build(self, encoder: Encoder) -> "SupervisedSimCSE":
+        """The module to train."""
+        return SupervisedSimCSE(encoder, self)
+
+
+class SupervisedSimCSE(Method):
+    """The loss of equation 5: every contradiction of the global batch is a negative of every anchor."""
+
+    def __init__(self, encoder: Encoder, config: SupervisedSimCSEConfig) -> None:
+        super().__init__(encoder)
+        self.config = config
+        self.mlp = TrainOnlyMLP(encoder.dimension) if config.mlp == "train-only" else None
+
+    def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
+        """Encode all sentences of the triplets in one pass, then leave autocast for the loss."""
+        embeddings = self.encoder(batch.input_ids, batch.attention_mask).embedding
+        with full_precision(embeddings.device):
+            compared = embeddings if self.mlp is None else self.mlp(embeddings)
+            anchors, positives, negatives = F.normalize(compared, dim=-1).chunk(3)
+            return self.loss(anchors, positives, negatives, world)
+
+    def loss(self, anchors: Tensor, positives: Tensor, negatives: Tensor, world: World) -> tuple[Tensor, Metrics]:
+        """Cross-entropy of this worker's (n, D) anchors against all workers' positives and negatives."""
+        targets = own_rows(world, len(anchors), anchors.device)
+        temperature = self.config.temperature
+        loss = hard_negative_info_nce(
+            anchors, world.gather(positives), world.gather(negatives), targets, temperature, temperature
+        )
+        metrics = {
+            "positive_cosine": (anchors * positives).sum(dim=-1).mean(),
+            "negative_cosine": (anchors * negatives).sum(dim=-1).mean(),
+        }
+        return loss, {"loss": loss.detach()} | {name: value.detach() for name, value in metrics.items()}

@@ -242,7 +242,7 @@ def test_a_scored_file_without_the_named_column_names_what_it_has(tmp_path: Path
         ("p.csv", "sentence1,sentence2,score\na,b\n", "line 2: 2 fields where the first line has 3"),
         ("p.jsonl", '{"sentence1": "a"\n', "line 1: no JSON"),
         ("p.jsonl", "[1]\n", "line 1: no JSON object but list"),
-        ("p.jsonl", '{"sentence1": "a", "sentence2": "b", "score": null}\n', "line 1: the score 'None' is no number"),
+        ("p.jsonl", '{"sentence1": "a", "sentence2": "b", "score": null}\n', "line 1: the score '' is no number"),
         ("p.xls", "", "cannot tell the format"),
         ("p.tsv", "sentence1\tsentence2\tscore\n", "0 scored pairs"),
     ],
