@@ -1,8 +1,9 @@
 """Tokenised sentences as training batches, in an order that the seed alone decides."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -91,11 +92,15 @@ def own_share(rows: np.ndarray, world: World) -> np.ndarray:
     return share
 
 
+def row_seeds(batch_size: int, step: int, seed: int) -> np.ndarray:
+    """(batch_size,) uint64: a seed for each row of a global batch, of what a method draws for that row."""
+    return np.random.SeedSequence([seed, step]).generate_state(batch_size, np.uint64)
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Move a batch."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    labels, text_ids = (None if each is None else moved(each) for each in (batch.labels, batch.text_ids))
-    return Batch(moved(batch.input_ids), moved(batch.attention_mask), labels, text_ids)
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    moved: dict[str, Any] = {
+        name: value.to(device, non_blocking=True) for name, value in values.items() if isinstance(value, Tensor)
+    }
+    return replace(batch, **moved)

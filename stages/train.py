@@ -6,7 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +22,12 @@ from cluster.errors import InputError
 from cluster.launch import train_on_workers
 from cluster.world import World
 from stages.artifacts import Corpus, LabelledRows, TrainedEncoder
-from stages.batches import TokenisedSentences, global_rows, own_share, to_device
+from stages.batches import TokenisedSentences, global_rows, own_share, row_seeds, to_device
 from stages.context import Context, Progress
 from stages.encoder import Encoder, EncoderConfig, check_encoder, load_tokenizer, max_positions
 from stages.evaluate.validation import Validation, ValidationFile, validation_files
 from stages.methods.apincse import APINCSEConfig
-from stages.methods.base import Method
+from stages.methods.base import Batch, Method
 from stages.methods.registry import MethodConfig
 from stages.tracking import LiveMetrics
 
@@ -98,6 +98,11 @@ def check_train(job: TrainJob, cluster: ClusterConfig) -> list[str]:
             f"train.batch_size={job.train.batch_size} does not split over cluster.workers={cluster.workers}; "
             f"use a multiple of {cluster.workers}, or another number of workers"
         )
+    if job.train.method.needs_whole_weights and cluster.strategy == "zero3":
+        raise InputError(
+            f"train.method.name={job.train.method.name} needs all weights on every worker, which "
+            "cluster.strategy=zero3 does not keep there; set it to ddp, zero1 or zero2"
+        )
     positions = max_positions(job.encoder.name)
     if job.encoder.max_length > positions:
         raise InputError(
@@ -145,10 +150,8 @@ def train_worker(task: Task, world: World) -> None:
     for step in range(position.step, run.steps):
         if config.patience is not None and position.without_improvement >= config.patience:
             break
-        rows = own_share(global_rows(len(run.sentences), config.batch_size, step, task.job.seed), world)
-        batch = to_device(run.sentences.batch(rows, run.tokenizer.pad_token_id), run.engine.device)
         run.method.train()
-        loss, metrics = run.engine.model(batch, world)
+        loss, metrics = run.engine.model(run.batch(step), world)
         rate = learning_rate(step, run.steps, config.learning_rate, config.warmup)
         norm = run.engine.step(loss, rate)
         require_finite(norm, step + 1)
@@ -225,6 +228,14 @@ class Run:
             live=LiveMetrics(tracked),
             progress=task.context.progress,
         )
+
+    def batch(self, step: int) -> Batch:
+        """This worker's share of a step's global batch, augmented by the method; ``step`` counts from 0."""
+        size, seed = self.task.job.train.batch_size, self.task.job.seed
+        rows = own_share(global_rows(len(self.sentences), size, step, seed), self.world)
+        plain = replace(self.sentences.batch(rows, self.tokenizer.pad_token_id), done=step / self.steps)
+        seeds = own_share(row_seeds(size, step, seed), self.world)
+        return to_device(self.method.augment(plain, seeds, self.tokenizer), self.engine.device)
 
     def validate(self) -> float | None:
         """Spearman (x 100) of the validation pairs, every rank encoding its share; None where it is undefined."""

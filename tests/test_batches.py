@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.batches import TokenisedSentences, global_rows, own_share
+from stages.batches import TokenisedSentences, global_rows, own_share, row_seeds
 from tests import tiny
 
 
@@ -72,3 +72,9 @@ def test_the_shares_of_all_workers_are_the_global_batch_in_order(size: int) -> N
     shares = [own_share(rows, Rank(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
     assert {len(share) for share in shares} == {8 // size}
     assert np.concatenate(shares).tolist() == rows.tolist()
+
+
+def test_each_row_of_each_step_has_a_seed_of_its_own_that_the_run_and_the_step_decide() -> None:
+    seeds = np.concatenate([row_seeds(8, step, seed) for step in range(20) for seed in range(3)])
+    assert len(set(seeds.tolist())) == 8 * 20 * 3
+    np.testing.assert_array_equal(row_seeds(8, 5, 1), row_seeds(8, 5, 1))

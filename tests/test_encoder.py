@@ -178,11 +178,15 @@ def test_without_sharpness_layer_attention_starts_near_the_mean_of_all_layers() 
     torch.testing.assert_close(pooling(layers), layers.mean[1:].mean(dim=0), rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("head", ["none", "mlp"])
 @pytest.mark.parametrize("pooling", POOLINGS)
-def test_a_saved_encoder_comes_back_with_its_pooling(pooling: Pooling, bert: str, tmp_path: Path) -> None:
+def test_a_saved_encoder_comes_back_with_its_pooling_and_head(
+    pooling: Pooling, head: Any, bert: str, tmp_path: Path
+) -> None:
     layer_attention = LayerAttentionConfig(init="random", queries="sum", rsn="proj_tanh")
     torch.manual_seed(1)
-    encoder = Encoder.load(bert, EncoderConfig(name=bert, pooling=pooling, layer_attention=layer_attention))
+    config = EncoderConfig(name=bert, pooling=pooling, layer_attention=layer_attention, head=head)
+    encoder = Encoder.load(bert, config)
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter += 0.05 * torch.randn_like(parameter)    # as trained weights differ from the start's
@@ -213,11 +217,25 @@ def test_layer_attention_weights_under_another_residual_network_are_refused(bert
         Encoder.load(str(tmp_path / "saved"), other)
 
 
+def test_a_head_is_for_the_encoders_own_pooling_alone(bert: str) -> None:
+    plain, headed = (Encoder.load(bert, EncoderConfig(name=bert, pooling="cls", head=head)) for head in ("none", "mlp"))
+    batch = tiny.batch(6, seed=0)
+    layers = headed.layers(batch.input_ids, batch.attention_mask)
+    assert headed.head is not None
+    wanted = torch.tanh(layers.cls[-1] @ headed.head.dense.weight.T + headed.head.dense.bias)
+    torch.testing.assert_close(headed(batch.input_ids, batch.attention_mask).embedding, wanted)
+    torch.testing.assert_close(headed.pool(layers, "mean"), plain.pool(layers, "mean"))
+
+
+@pytest.mark.parametrize("head", ["none", "mlp"])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_sentence_transformers_loads_it_and_embeds_alike(pooling: Pooling, bert: str, tmp_path: Path) -> None:
+def test_sentence_transformers_loads_it_and_embeds_alike(
+    pooling: Pooling, head: Any, bert: str, tmp_path: Path
+) -> None:
     from sentence_transformers import SentenceTransformer
 
-    encoder, tokenizer = Encoder.load(bert, EncoderConfig(name=bert, pooling=pooling)), load_tokenizer(bert)
+    encoder = Encoder.load(bert, EncoderConfig(name=bert, pooling=pooling, head=head))
+    tokenizer = load_tokenizer(bert)
     encoder.save(tmp_path / "saved", tokenizer)
     texts = ["word1 word2", "word3 word4 word5 word6", "word7"]
     tokens = tokenizer(texts, padding=True, return_tensors="pt")

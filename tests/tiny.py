@@ -50,8 +50,13 @@ def save_bert(folder: Path, depth: int = 4) -> str:
     """The same BERT with a word-a-token tokenizer, as a folder that Encoder.load takes."""
     torch.manual_seed(0)
     BertModel(bert_config(depth)).save_pretrained(folder)
-    BertTokenizer(vocab={word: at for at, word in enumerate(VOCABULARY)}).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def tokenizer() -> BertTokenizer:
+    """A word a token."""
+    return BertTokenizer(vocab={word: at for at, word in enumerate(VOCABULARY)})
 
 
 def token_lists(count: int, seed: int) -> list[list[int]]:

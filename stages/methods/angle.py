@@ -3,17 +3,17 @@
 from typing import Literal
 
 import torch.nn.functional as F
-from pydantic import BaseModel, NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from cluster.errors import InputError
 from stages.encoder import Encoder
-from stages.methods.base import Metrics
+from stages.methods.base import MethodSettings, Metrics
 from stages.methods.functional import angle_scores, in_batch_loss, ranking_loss
 from stages.methods.pairs import RankingMethod, check_ranking
 
 
-class AnglEConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class AnglEConfig(MethodSettings):
     """AnglE, arXiv:2309.12871; a part whose weight is 0 is not computed."""
 
     name: Literal["angle"]

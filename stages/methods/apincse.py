@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from cluster.errors import InputError
 from cluster.queue import Queue
 from cluster.world import World
 from stages.encoder import Encoder, Encoding, Layers
-from stages.methods.base import MLP, Metrics, TwoViewMethod, own_rows
+from stages.methods.base import MLP, MethodSettings, Metrics, TwoViewMethod, own_rows
 from stages.methods.functional import (
     augmented_positives,
     hard_negative_info_nce,
@@ -22,7 +22,7 @@ from stages.methods.functional import (
 )
 
 
-class APINCSEConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class APINCSEConfig(MethodSettings):
     """The method's parameters, and the readings that its paper leaves open."""
 
     name: Literal["apincse"]

@@ -1,13 +1,17 @@
 """What every training method is."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from cluster.world import World
-from stages.encoder import Encoder, Encoding, Layers
+from stages.encoder import Encoder, Encoding, Layers, MLPHead
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,9 @@ class Batch:
     attention_mask: Tensor                                     # (k * n, S) int64
     labels: Tensor | None = None                               # (n,) float32 in [0, 1], of pairs
     text_ids: Tensor | None = None                             # (k * n,) int64, equal for equal sentences
+    hidden: Tensor | None = None                               # (k * n, S) int64, what tokens a method has masked or
+                                                               # replaced; -100 elsewhere
+    done: float = 0.0                                          # part of all steps that lie before this one
 
 
 MLP = Literal["none", "train-only"]
@@ -28,6 +35,23 @@ MLP = Literal["none", "train-only"]
 
 Metrics = dict[str, Tensor]
 """Scalars of one step, without gradients, each a mean over this worker's sentences."""
+
+
+class MethodSettings(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """What the configs of all methods share."""
+
+    needs_whole_weights: ClassVar[bool] = False                # on every worker, which ZeRO-3 does not leave there
+
+    def check(self, depth: int, batch_size: int) -> None:
+        """Refuse what cannot be meant; any encoder and batch will do, unless a method says otherwise.
+
+        Args:
+            depth: layers T of the encoder.
+            batch_size: rows in the global batch.
+
+        Raises:
+            InputError: with the one setting to change.
+        """
 
 
 class Method(nn.Module):
@@ -39,6 +63,17 @@ class Method(nn.Module):
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.encoder = encoder
+
+    def augment(self, batch: Batch, seeds: NDArray[np.uint64], tokenizer: PreTrainedTokenizerFast) -> Batch:
+        """The batch with what the method changes in its tokens, on the CPU; here nothing.
+
+        Args:
+            batch: n rows.
+            seeds: (n,) of all that is drawn for each row, which follow from the run's seed, the step and the row's
+                place in the global batch, so that any number of workers draws the same.
+            tokenizer: of the encoder.
+        """
+        return batch
 
     def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
         """() loss with gradients, and what to log."""
@@ -52,19 +87,15 @@ class Method(nn.Module):
         """Take up ``resume_state()``."""
 
 
-class TrainOnlyMLP(nn.Module):
-    """SimCSE's head: dense and tanh between the encoder and the loss, dropped at test.
+class Beside:
+    """A module that a method uses and no engine trains, shards or saves; it follows the encoder's device."""
 
-    Source: SimCSE, section 6.3, arXiv:2104.08821.
-    """
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module.requires_grad_(False).eval()
 
-    def __init__(self, dimension: int) -> None:
-        super().__init__()
-        self.dense = nn.Linear(dimension, dimension)
-
-    def forward(self, embedding: Tensor) -> Tensor:
-        """(B, D) -> (B, D)."""
-        return torch.tanh(self.dense(embedding.to(self.dense.weight.dtype))).float()
+    def on(self, device: torch.device) -> nn.Module:
+        """The module there."""
+        return self.module.to(device)
 
 
 class TwoViewMethod(Method):
@@ -72,7 +103,7 @@ class TwoViewMethod(Method):
 
     def __init__(self, encoder: Encoder, mlp: MLP) -> None:
         super().__init__(encoder)
-        self.mlp = TrainOnlyMLP(encoder.dimension) if mlp == "train-only" else None
+        self.mlp = MLPHead(encoder.dimension) if mlp == "train-only" else None
 
     def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
         """Encode both views in one pass, then leave autocast for the loss."""

@@ -3,16 +3,16 @@
 from typing import Literal
 
 import torch.nn.functional as F
-from pydantic import BaseModel, PositiveFloat
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from stages.encoder import Encoder
-from stages.methods.base import Metrics
+from stages.methods.base import MethodSettings, Metrics
 from stages.methods.functional import ranking_loss
 from stages.methods.pairs import RankingMethod, check_ranking
 
 
-class CoSENTConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class CoSENTConfig(MethodSettings):
     """CoSENT, IEEE/ACM TASLP 32 (2024)."""
 
     name: Literal["cosent"]

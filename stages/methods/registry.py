@@ -1,6 +1,6 @@
 """All methods: the union of their configs, told apart by ``name``, and the data that each learns from."""
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field
 
@@ -12,17 +12,22 @@ from stages.methods.sbert import SBERTConfig
 from stages.methods.siamese import SiameseConfig
 from stages.methods.simcse import SimCSEConfig, SupervisedSimCSEConfig
 
-MethodConfig = Annotated[
+AnyMethod = (
     APINCSEConfig
     | SimCSEConfig
     | SupervisedSimCSEConfig
     | CoSENTConfig
     | AnglEConfig
     | SBERTConfig
-    | SiameseConfig,
-    Field(discriminator="name"),
-]
+    | SiameseConfig
+)
 
+MethodConfig = Annotated[AnyMethod, Field(discriminator="name")]
+
+METHODS = tuple(str(get_args(config.model_fields["name"].annotation)[0]) for config in get_args(AnyMethod))
+"""Their names."""
+
+UNLABELLED = ("sentences",)
 PAIRS = ("scored-pairs", "binary-pairs")
 TRIPLETS = ("triplets", "nli")
 
@@ -46,9 +51,9 @@ def check_kind(method: str, kind: str) -> None:
     Raises:
         InputError: with the kinds that the method takes and the methods that take the kind.
     """
-    wanted = LABELLED.get(method, ("sentences",))
+    wanted = LABELLED.get(method, UNLABELLED)
     if kind not in wanted:
-        others = [name for name, kinds in LABELLED.items() if kind in kinds] or ["apincse", "simcse"]
+        others = [name for name in METHODS if kind in LABELLED.get(name, UNLABELLED)]
         raise InputError(
             f"train.method.name={method} learns from {' or '.join(wanted)}, not from corpus.kind={kind}; "
             f"set corpus.kind={wanted[0]} with such data, or a method that takes {kind}: {', '.join(others)}"

@@ -3,24 +3,21 @@
 from typing import Annotated, Literal
 
 import torch.nn.functional as F
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor, nn
 
 from cluster.world import World
 from stages.encoder import Encoder
-from stages.methods.base import Batch, Metrics
+from stages.methods.base import Batch, MethodSettings, Metrics
 from stages.methods.functional import difference_features
 from stages.methods.pairs import PairMethod
 
 
-class SBERTConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class SBERTConfig(MethodSettings):
     """SBERT with its classification objective, arXiv:1908.10084."""
 
     name: Literal["sbert"]
     classes: Annotated[int, Field(ge=2)] = 2                   # steps of the labels' range: 6 for scores of 0 to 5
-
-    def check(self, depth: int, batch_size: int) -> None:
-        """Any encoder and batch will do."""
 
     def build(self, encoder: Encoder) -> "SBERT":
         """The module to train."""

@@ -3,23 +3,19 @@
 from typing import Literal
 
 import torch.nn.functional as F
-from pydantic import BaseModel
 from torch import Tensor
 
 from cluster.world import World
 from stages.encoder import Encoder
-from stages.methods.base import Batch, Metrics
+from stages.methods.base import Batch, MethodSettings, Metrics
 from stages.methods.functional import manhattan_similarity
 from stages.methods.pairs import PairMethod
 
 
-class SiameseConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class SiameseConfig(MethodSettings):
     """One encoder for both sentences; ``encoder.pooling`` of cls or mean is the papers' choice."""
 
     name: Literal["siamese"]
-
-    def check(self, depth: int, batch_size: int) -> None:
-        """Any encoder and batch will do."""
 
     def build(self, encoder: Encoder) -> "Siamese":
         """The module to train."""

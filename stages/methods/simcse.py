@@ -3,24 +3,21 @@
 from typing import Literal
 
 import torch.nn.functional as F
-from pydantic import BaseModel, PositiveFloat
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from cluster.world import World
-from stages.encoder import Encoder, Encoding
-from stages.methods.base import MLP, Batch, Method, Metrics, TrainOnlyMLP, TwoViewMethod, full_precision, own_rows
+from stages.encoder import Encoder, Encoding, MLPHead
+from stages.methods.base import MLP, Batch, Method, MethodSettings, Metrics, TwoViewMethod, full_precision, own_rows
 from stages.methods.functional import hard_negative_info_nce, info_nce
 
 
-class SimCSEConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class SimCSEConfig(MethodSettings):
     """Unsupervised SimCSE, arXiv:2104.08821."""
 
     name: Literal["simcse"]
     temperature: PositiveFloat = 0.05
     mlp: MLP = "train-only"
-
-    def check(self, depth: int, batch_size: int) -> None:
-        """Any encoder and batch will do."""
 
     def build(self, encoder: Encoder) -> "SimCSE":
         """The module to train."""
@@ -43,15 +40,12 @@ class SimCSE(TwoViewMethod):
         return loss, {"loss": loss.detach(), "positive_cosine": cosine.detach()}
 
 
-class SupervisedSimCSEConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class SupervisedSimCSEConfig(MethodSettings):
     """Supervised SimCSE, arXiv:2104.08821, without the head that the paper keeps at test."""
 
     name: Literal["simcse-supervised"]
     temperature: PositiveFloat = 0.05
     mlp: MLP = "none"
-
-    def check(self, depth: int, batch_size: int) -> None:
-        """Any encoder and batch will do."""
 
     def build(self, encoder: Encoder) -> "SupervisedSimCSE":
         """The module to train."""
@@ -64,7 +58,7 @@ class SupervisedSimCSE(Method):
     def __init__(self, encoder: Encoder, config: SupervisedSimCSEConfig) -> None:
         super().__init__(encoder)
         self.config = config
-        self.mlp = TrainOnlyMLP(encoder.dimension) if config.mlp == "train-only" else None
+        self.mlp = MLPHead(encoder.dimension) if config.mlp == "train-only" else None
 
     def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
         """Encode all sentences of the triplets in one pass, then leave autocast for the loss."""

@@ -14,7 +14,7 @@ from cluster.errors import InputError
 from cluster.world import Solo, World
 from stages.methods import functional
 from stages.methods.base import Batch, Method
-from stages.methods.registry import LABELLED, TRIPLETS, MethodConfig, check_kind
+from stages.methods.registry import LABELLED, METHODS, TRIPLETS, MethodConfig, check_kind
 from tests import oracles, tiny
 from tests.processes import in_processes
 
@@ -327,6 +327,9 @@ def test_identical_sentences_in_a_pair_give_finite_gradients() -> None:
             assert parameter.grad is None or torch.isfinite(parameter.grad).all(), name
 
 
+SENTENCES = ", ".join(name for name in METHODS if name not in LABELLED)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
@@ -335,7 +338,7 @@ def test_identical_sentences_in_a_pair_give_finite_gradients() -> None:
          "with such data, or a method that takes scored-pairs: cosent, angle, sbert, siamese"),
         ("cosent", "sentences",
          "train.method.name=cosent learns from scored-pairs or binary-pairs, not from corpus.kind=sentences; set "
-         "corpus.kind=scored-pairs with such data, or a method that takes sentences: apincse, simcse"),
+         f"corpus.kind=scored-pairs with such data, or a method that takes sentences: {SENTENCES}"),
         ("simcse-supervised", "binary-pairs",
          "train.method.name=simcse-supervised learns from triplets or nli, not from corpus.kind=binary-pairs; set "
          "corpus.kind=triplets with such data, or a method that takes binary-pairs: cosent, angle, sbert, siamese"),
