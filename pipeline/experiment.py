@@ -228,7 +228,12 @@ class Experiment:
                 files,
                 encoder=folders["train"] / "encoder" if "train" in folders else None,
                 registered_name=self.config.name if self.config.tracking.register_model else None,
-                tags={"incomplete_data": "; ".join(report.warnings(summary["scores"]))},
+                tags={
+                    "incomplete_data": "; ".join(report.warnings(summary["scores"])),
+                    "evaluation_sentences_in_corpus": ", ".join(
+                        f"{task} {count}" for task, count in report.seen(summary["scores"]).items()
+                    ),
+                },
             )
         except tracking.TrackingError as error:
             print(f"warning: {error}; run the same command again once MLflow answers", file=sys.stderr)

@@ -72,7 +72,8 @@ def _title(scores: Mapping[str, Any], kind: str, measures: Mapping[str, str]) ->
     else:
         names = [name for measure, (name, _) in MEASURES.items() if measure in measures.values()]
         title = f"Other sets of pairs: {' or '.join(names)}"
-    return title + (" (incomplete data, see the warning)" if is_incomplete(scores, measures) else "")
+    title += " (incomplete data, see the warning)" if is_incomplete(scores, measures) else ""
+    return title + (" (trained on sentences of it, see the notes)" if seen(scores).keys() & measures.keys() else "")
 
 
 def _protocol(score: Mapping[str, Any]) -> str:
@@ -143,6 +144,11 @@ def geometry_table(scores: Mapping[str, Any]) -> ScoreTable | None:
 def warnings(scores: Mapping[str, Any]) -> list[str]:
     """What was wrong with the data of any of the scores, each said once."""
     return list(dict.fromkeys(text for score in _all_scores(scores) for text in score.get("warnings", [])))
+
+
+def seen(scores: Mapping[str, Any]) -> dict[str, int]:
+    """The tasks whose sentences the corpus has, and how many of them."""
+    return {task: count for task, count in (scores["after"].get("corpus_overlap") or {}).items() if count}
 
 
 def is_incomplete(scores: Mapping[str, Any], tasks: Iterable[str]) -> bool:

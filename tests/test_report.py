@@ -171,3 +171,10 @@ def test_the_geometry_of_the_best_baseline_and_the_trained_encoder_is_in_the_mar
     assert "(STS-B)" in table.title
     assert table.title in markdown(scores)
     assert geometry_table({"after": similarity(mine=GRADED)}) is None
+
+
+def test_a_table_says_where_sentences_of_its_tasks_were_trained_on() -> None:
+    trained_on = {"after": score(*[50.0] * 7, corpus_overlap={"STS12": 12, "MR": 0})}
+    assert score_tables(trained_on)[0].title.endswith("(trained on sentences of it, see the notes)")
+    (untouched,) = score_tables({"after": score(*[50.0] * 7, corpus_overlap={"STS12": 0, "MR": 3})})
+    assert "trained on" not in untouched.title

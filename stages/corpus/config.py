@@ -16,18 +16,22 @@ class TextSource(_Files):
     kind: Literal["text"]
 
 
+Columns = tuple[str, ...] | tuple[NonNegativeInt, ...]
+"""Names in the header line; or positions from 0 in files that have no header line."""
+
+
 class CsvSource(_Files):
-    """Comma-separated values with a header line and CSV quoting."""
+    """Comma-separated values with CSV quoting."""
 
     kind: Literal["csv"]
-    columns: tuple[str, ...] = ("text",)
+    columns: Columns = ("text",)
 
 
 class TsvSource(_Files):
-    """Tab-separated values with a header line and no quoting."""
+    """Tab-separated values without quoting."""
 
     kind: Literal["tsv"]
-    columns: tuple[str, ...] = ("text",)
+    columns: Columns = ("text",)
 
 
 class JsonLinesSource(_Files):
@@ -56,6 +60,17 @@ class HubSource(BaseModel, extra="forbid", frozen=True):
     columns: tuple[str, ...] = ("text",)
 
 
+class StsSource(BaseModel, extra="forbid", frozen=True):
+    """The sentences of the similarity sets themselves, all splits, pairs without a score included.
+
+    Who trains on them has seen the evaluation's sentences, if not its scores: ``exclude_evaluation`` must be false,
+    and every table of such a run says so.
+    """
+
+    kind: Literal["sts"]
+    path: str                                                  # folder in SentEval layout
+
+
 class PythonDocsSource(BaseModel, extra="forbid", frozen=True):
     """The English prose in the documentation of Python and of the installed libraries."""
 
@@ -63,7 +78,7 @@ class PythonDocsSource(BaseModel, extra="forbid", frozen=True):
 
 
 Source = Annotated[
-    TextSource | CsvSource | TsvSource | JsonLinesSource | ParquetSource | HubSource | PythonDocsSource,
+    TextSource | CsvSource | TsvSource | JsonLinesSource | ParquetSource | HubSource | StsSource | PythonDocsSource,
     Field(discriminator="kind"),
 ]
 

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -19,11 +20,13 @@ from stages.corpus.config import (
     ParquetSource,
     PythonDocsSource,
     Source,
+    StsSource,
     TextSource,
     TsvSource,
 )
 from stages.corpus.files import CHUNK, FilePart, Lines, find_files, is_empty, is_url, open_bytes, read_lines, split_file
 from stages.corpus.prose import CodeFiles, documentation_files, prose_in
+from stages.evaluate.sts import all_text_files, all_texts
 
 csv.field_size_limit(sys.maxsize // 2**32)                     # 2 GiB; the default of 128 KiB refuses long documents
 
@@ -37,6 +40,13 @@ class HubPart:
 
 
 @dataclass(frozen=True)
+class SimilaritySets:
+    """A folder in SentEval layout, whose sets are small enough to be read in one."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
 class Documents:
     """Texts, one or more sentences each, and counts of what was seen on the way to them."""
 
@@ -44,7 +54,7 @@ class Documents:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-Part = FilePart | HubPart | CodeFiles
+Part = FilePart | HubPart | CodeFiles | SimilaritySets
 Chunk = Lines | Documents | CodeFiles
 
 
@@ -54,6 +64,8 @@ def check_source(source: Source) -> list[str]:
     Raises:
         InputError: no file, empty files, or no such column.
     """
+    if isinstance(source, StsSource):
+        return all_text_files(source.path)
     if isinstance(source, (PythonDocsSource, HubSource)) or is_url(source.path):
         return []
     files = find_files(source.kind, source.path)
@@ -79,6 +91,8 @@ def split_source(source: Source) -> list[Part]:
     if isinstance(source, HubSource):
         count = _open_hub(source).num_shards
         return [HubPart(index, count) for index in range(count)]
+    if isinstance(source, StsSource):
+        return [SimilaritySets(source.path)]
     files = find_files(source.kind, source.path)
     if isinstance(source, (TextSource, JsonLinesSource)):
         return [part for file in files for part in split_file(file)]
@@ -98,6 +112,8 @@ def read_part(source: Source, part: Part) -> Iterator[Chunk]:
             yield from _read_parquet(source, part)
         case HubSource(), HubPart():
             yield from _read_hub(source, part)
+        case StsSource(), SimilaritySets():
+            yield from _in_chunks(all_texts(part.folder))
         case PythonDocsSource(), CodeFiles():
             yield part
 
@@ -174,13 +190,16 @@ def _read_table(source: CsvSource | TsvSource, part: FilePart) -> Iterator[Docum
     quoted = isinstance(source, CsvSource)
     rows = csv.reader(lines, strict=True) if quoted else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
     try:
-        header = next(rows, None)
-        if header is None:
+        first = next(rows, None)
+        if first is None:
             return
+        named = any(isinstance(column, str) for column in source.columns)
+        present = first if named else range(len(first))
         for column in source.columns:
-            if column not in header:
-                raise InputError(f"{part.path}: {_lacks(column, header)}")
-        yield from _in_chunks(_fields(source, part, header, rows), counts)
+            if column not in present:
+                raise InputError(f"{part.path}: {_lacks(column, map(str, present))}")
+        wanted = [first.index(column) if isinstance(column, str) else column for column in source.columns]
+        yield from _in_chunks(_fields(part, rows if named else chain([first], rows), rows, wanted, len(first)), counts)
     except csv.Error as error:
         raise InputError(f"{part.path}, line {rows.line_num}: {error}") from None
 
@@ -193,13 +212,17 @@ def _table_lines(source: CsvSource | TsvSource, part: FilePart, counts: Counter[
             yield line.removesuffix("\r").replace("\r", " ") + "\n"    # a lone \r would end a row for the csv module
 
 
-def _fields(source: CsvSource | TsvSource, part: FilePart, header: list[str], rows: Any) -> Iterator[str]:
-    wanted = [header.index(column) for column in source.columns]
+def _fields(
+    part: FilePart, rows: Iterable[list[str]], reader: Any, wanted: list[int], expected: int
+) -> Iterator[str]:
+    """The wanted fields of each row, all of which must have as many fields as the first line."""
     for row in rows:
-        if len(row) != len(header):
+        if len(row) != expected:
             if not row:                                        # an empty line
                 continue
-            raise InputError(f"{part.path}, line {rows.line_num}: {len(row)} fields, but the header has {len(header)}")
+            raise InputError(
+                f"{part.path}, line {reader.line_num}: {len(row)} fields, but the first line has {expected}"
+            )
         yield from (row[at] for at in wanted)
 
 
@@ -249,7 +272,7 @@ def _hub_texts(source: HubSource, part: HubPart) -> Iterator[str]:
             yield row[column] or ""
 
 
-def _lacks(column: str, present: Iterable[str]) -> str:
+def _lacks(column: str | int, present: Iterable[str]) -> str:
     return f"no column {column!r}; it has {', '.join(present)}; set corpus.source.columns"
 
 

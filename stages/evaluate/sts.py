@@ -133,6 +133,36 @@ def sts_sentences(data: str | None) -> list[str]:
     return list(dict.fromkeys(sentence for pairs in present for sentence in pairs.sentences))
 
 
+def all_texts(data: str) -> list[str]:
+    """Every sentence of every split of the similarity sets, of pairs without a score too, with repetitions.
+
+    Raises:
+        InputError: a file is missing or malformed.
+    """
+    texts: list[str] = []
+    for part in (part for task in SUBSETS for part in _parts(data, task, "test")):
+        texts += [text for pair in _input_pairs(part) for text in pair]
+    for task, splits in SPLITS.items():
+        for split in splits:
+            texts += load_pairs(data, task, split).sentences
+    return texts
+
+
+def all_text_files(data: str) -> list[str]:
+    """The files that :func:`all_texts` reads.
+
+    Raises:
+        InputError: one is missing.
+    """
+    years = [_parts(data, task, "test") for task in SUBSETS]
+    splits = [_parts(data, task, split) for task, splits in SPLITS.items() for split in splits]
+    files = [file for parts in (*years, *splits) for part in parts for file in part.files]
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"{file}: no such file, and corpus.source.kind=sts reads all similarity sets; restore it")
+    return [str(file) for file in files]
+
+
 def read_scored_file(path: str, columns: tuple[str | int, str | int, str | int]) -> ScoredPairs:
     """The pairs of any csv, tsv, jsonl or parquet file with two text columns and a score.
 
@@ -223,18 +253,23 @@ def _read(part: _Part, task: str, split: str) -> ScoredPairs:
 def _read_subset(part: _Part) -> ScoredPairs:
     """STS12-16: ``s1<TAB>s2`` lines in one file, gold lines in another; an empty gold drops the pair."""
     input_file, gold_file = part.files
-    inputs, golds = read_lines(input_file), read_lines(gold_file)
+    inputs, golds = _input_pairs(part), read_lines(gold_file)
     if len(inputs) != len(golds):
         raise InputError(
             f"{input_file} has {len(inputs)} pairs but {gold_file} has {len(golds)} scores; restore the files"
         )
     rows = []
-    for at, (line, gold) in enumerate(zip(inputs, golds, strict=True), start=1):
-        first, second = fields(line, input_file, at, expected=(2,))
+    for at, ((first, second), gold) in enumerate(zip(inputs, golds, strict=True), start=1):
         if gold.strip():
             score = number(gold, gold_file, at)
             rows.append((sentence(first, input_file, at), sentence(second, input_file, at), score, part.name))
     return _pairs(rows, gold_file)
+
+
+def _input_pairs(part: _Part) -> list[list[str]]:
+    """The two sentences of each pair of a subset of STS12-16, scored or not."""
+    file = part.files[0]
+    return [fields(line, file, at, expected=(2,)) for at, line in enumerate(read_lines(file), start=1)]
 
 
 def _read_benchmark(part: _Part) -> ScoredPairs:

@@ -53,6 +53,30 @@ def test_csv_knows_quotes_and_line_ends_within(tmp_path: Path, ending: str) -> N
     assert texts(source(kind="csv", path=path)) == ['one, "quoted"\nand on', "two half", ""]
 
 
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_a_table_without_header_line_is_read_by_positions(kind: str, tmp_path: Path) -> None:
+    separator = {"csv": ",", "tsv": "\t"}[kind]
+    path = write(tmp_path / f"a.{kind}", "one A two\nthree B four\n".replace(" ", separator))
+    assert texts(source(kind=kind, path=path, columns=[0, 2])) == ["one", "two", "three", "four"]
+    with pytest.raises(InputError, match=r"no column 3; it has 0, 1, 2; set corpus\.source\.columns"):
+        checked(kind=kind, path=path, columns=[0, 3])
+
+
+@pytest.mark.shared
+def test_the_similarity_sets_give_every_sentence_of_every_split_scored_or_not(shared: Path) -> None:
+    chosen = source(kind="sts", path=shared / "data/senteval")
+    found = texts(chosen)
+    assert len(found) == 89_192                                # 2 x the lines of 30 files
+    assert len(set(found)) == 47_328
+    assert len(check_source(CorpusConfig(source=chosen))) == 2 * 24 + 6
+
+
+def test_a_folder_without_some_similarity_set_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "STS").mkdir()
+    with pytest.raises(InputError, match=r"STS12-en-test.*: no such file, and corpus\.source\.kind=sts reads all"):
+        checked(kind="sts", path=tmp_path)
+
+
 def test_tsv_knows_no_quotes_and_gives_several_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv", 'first\tlabel\tsecond\n"one\t1\ttwo"\nit\'s\t0\t5" long\n')
     assert texts(source(kind="tsv", path=path, columns=["second", "first"])) == ['two"', '"one', '5" long', "it's"]
@@ -201,7 +225,7 @@ BAD_LINES = {
     "no object": ("jsonl", '["text"]', "a.jsonl, line 2: a JSON array; each line must be an object"),
     "no such column": ("jsonl", '{"body": "x"}', "a.jsonl, line 2: no column 'text'; it has body"),
     "no string": ("jsonl", '{"text": 3}', "a.jsonl, line 2: 'text' is a number; it must be a string"),
-    "a field too many": ("csv", "x,y", "a.csv, line 2: 2 fields, but the header has 1"),
+    "a field too many": ("csv", "x,y", "a.csv, line 2: 2 fields, but the first line has 1"),
     "an open quote": ("csv", '"x', "a.csv, line 2: unexpected end of data"),
     "bytes that are no UTF-8": ("tsv", b"\xe9", "a.tsv, line 2: byte 0xE9 is not UTF-8"),
 }

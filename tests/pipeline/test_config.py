@@ -146,7 +146,7 @@ def test_an_unknown_key_names_the_nearest_known_one_or_what_may_stand_there(over
 def test_a_key_of_another_kind_names_the_kinds_that_have_it() -> None:
     assert refused("demo", "corpus.source.path=x") == (
         "corpus.source of kind python-docs has no path; "
-        "corpus.source.kind=text, csv, tsv, jsonl, parquet or hub has"
+        "corpus.source.kind=text, csv, tsv, jsonl, parquet, hub or sts has"
     )
     assert refused("demo", "train.method.name=simcse", "train.method.beta=2").startswith(
         "train.method of name simcse has no beta; train.method.name=apincse"
