@@ -77,6 +77,19 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
         InputError: no such config, not YAML, an unknown key (the nearest known one is named), a bad value.
     """
     file = _config_file(name)
+    values = _read(file)
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        changes = _overlay(changes, _parse_override(override))
+    merged = _with_kinds(merge({"name": _name_of(file)} | values, changes))
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise InputError(_explain(error)) from error
+
+
+def _read(file: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file's values over those of the config that it ``extends``, if it does, whose name it does not take over."""
     try:
         values = _parse(file.read_text(encoding="utf-8"))
     except InputError:
@@ -85,16 +98,22 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
         raise InputError(f"{file} cannot be read as a config: {error}") from error
     except ValueError as error:
         raise InputError(f"{file} is not YAML: {error}") from error
-    if values is not None and not isinstance(values, dict):
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
         raise InputError(f"{file} holds a {type(values).__name__}; a config is a mapping such as `seed: 1`")
-    changes: dict[str, Any] = {}
-    for override in overrides:
-        changes = _overlay(changes, _parse_override(override))
-    merged = _with_kinds(merge({"name": _name_of(file)} | (values or {}), changes))
-    try:
-        return Config.model_validate(merged)
-    except ValidationError as error:
-        raise InputError(_explain(error)) from error
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise InputError(f"{file}: extends={_as_yaml(base)}: it must be the name or file of one other config")
+    beside = file.parent / base                                # a file names others as seen from where it lies
+    base_file = beside if beside.is_file() else _config_file(base)
+    if base_file in (file, *extending):
+        raise InputError(f"{file} extends {base}, which extends it in turn; leave one of the two out")
+    inherited = _read(base_file, (file, *extending))
+    inherited.pop("name", None)
+    return merge(inherited, values)
 
 
 def merge(base: Mapping[str, Any], change: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -228,3 +228,27 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_a_config_that_does_not_exist_names_the_nearest_and_all() -> None:
     assert refused("demi").startswith("there is no config 'demi'; did you mean demo? (the ready configs are ")
     assert refused("none.yaml").startswith("there is no config 'none.yaml'; the ready configs are ")
+
+
+def test_a_config_extends_a_ready_one_or_a_file_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("name: base\nextends: demo\nseed: 7\ntrain: {steps: 9}\n")
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\ntrain: {batch_size: 16, method: {name: simcse}}\n")
+    found, demo = load_config(str(tmp_path / "mine.yaml"), ["train.steps=8"]), load_config("demo")
+    assert found.train is not None
+    assert demo.train is not None
+    assert (found.name, found.seed, found.train.steps, found.train.batch_size) == ("mine", 7, 8, 16)
+    assert found.train.learning_rate == demo.train.learning_rate
+    assert found.train.method.model_dump() == {"name": "simcse", "temperature": 0.05, "mlp": "train-only"}
+
+
+def test_configs_that_extend_each_other_or_nothing_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(InputError, match=r"b\.yaml extends a\.yaml, which extends it in turn"):
+        load_config(str(tmp_path / "a.yaml"))
+    (tmp_path / "a.yaml").write_text("extends: [demo]\n")
+    with pytest.raises(InputError, match=r"extends=\[demo\]: it must be the name or file of one other config"):
+        load_config(str(tmp_path / "a.yaml"))
+    (tmp_path / "a.yaml").write_text("extends: dem\n")
+    with pytest.raises(InputError, match="there is no config 'dem'; did you mean demo"):
+        load_config(str(tmp_path / "a.yaml"))

@@ -13,6 +13,7 @@ from pipeline.config import Config, load_config
 from pipeline.dag import plan
 from pipeline.graph import graph
 from pipeline.store import Store
+from stages.corpus.config import CorpusConfig
 from stages.encoder import PACKAGED
 from stages.methods.apincse import APINCSEConfig
 
@@ -45,12 +46,24 @@ def yaml_of(name: str) -> dict[str, Any]:
 
 def with_data_made_here(config: Config, folder: Path) -> Config:
     """The config with an encoder of the same kind and depth, sentences and pairs that are at hand."""
-    corpus = folder / "sentences.txt"
-    corpus.write_text("A few words make a sentence.\n")
     values = config.model_dump()
     values["evaluate"]["data"] = None                          # the graded sample
-    if config.corpus.source.kind == "text":
-        values["corpus"]["source"]["path"] = str(corpus)
+    if values["evaluate"]["sts"] != "none":
+        values["evaluate"]["sts"] = "all"
+    pairs = folder / "pairs.tsv"
+    pairs.write_text("A few words\tmake a sentence.\t1\nOther words\tmake another.\t0\n")
+    if isinstance(config.corpus, CorpusConfig):
+        if config.corpus.source.kind == "text":
+            (folder / "sentences.txt").write_text("A few words make a sentence.\n")
+            values["corpus"]["source"]["path"] = str(folder / "sentences.txt")
+    elif config.corpus.source.kind != "hub":
+        values["corpus"]["source"] = {"kind": "tsv", "path": str(pairs), "columns": [0, 1, 2]}
+    if config.train is not None and config.train.validation is not None:
+        values["train"]["validation"] = {"path": str(pairs), "columns": [0, 1, 2]}
+    for each in values["evaluate"]["similarity"]:
+        other = folder / "others.tsv"
+        other.write_text(pairs.read_text() + "One more\tmakes three.\t1\n")
+        each |= {"path": str(pairs), "validation": str(other), "columns": [0, 1, 2]}
     if config.encoder.name not in PACKAGED:
         backbone = BACKBONES.get(config.encoder.name, BertConfig())
         backbone.save_pretrained(folder / "encoder")
