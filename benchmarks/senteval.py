@@ -12,7 +12,7 @@ import inspect
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from transformers import AutoModel, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cluster.config import ClusterConfig
-from cluster.launch import start_ray, stop_ray
-from stages.encoder import Encoder, load_tokenizer, max_positions, resolve
-from stages.evaluate.classifier import transfer_scores
+from cluster.launch import map_tasks, start_ray, stop_ray
+from stages.encoder import max_positions, resolve
+from stages.evaluate.classifier import ClassifierTask, Outcome, select_and_test, transfer_scores
 from stages.evaluate.config import STS_TASKS, TRANSFER_TASKS, EvaluateConfig
-from stages.evaluate.encode import embed, encode
+from stages.evaluate.encode import encode
 from stages.evaluate.evaluate import sts_scores
 from stages.evaluate.softmax import objective, regression_path, with_constant
 from stages.evaluate.sts import load_tasks, pair_cosines, senteval_folder
@@ -134,15 +134,15 @@ def _compare_classifiers(toolkit: Toolkit, data: str, tasks: Sequence[str]) -> N
     print("|---" * 12 + "|", flush=True)
     for name in tasks:
         task = load_transfer(data, name)
-        distinct = sorted(set(task.sentences))
-        encoder, tokenizer = Encoder.load(ENCODER), load_tokenizer(ENCODER)
-        encoded = embed(encoder, tokenizer, distinct, ("mean",), 64, max_positions(ENCODER))
+        encoded = encode(                                      # on Ray, as in a run, so that its workers have started
+            ENCODER, task.sentences, ("mean",), 64, max_positions(ENCODER), ClusterConfig(), lambda done, total: None
+        )
         vectors: Embed = partial(encoded.of, "mean")
         torch.set_num_threads(1)                               # at steps as small as SentEval's, more slow it down
         theirs = toolkit.run(name, vectors, batch_size=128)
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            ours = transfer_scores(task, vectors, "full", ClusterConfig(), Path(folder), lambda done, total: None)
+            ours = transfer_scores(task, vectors, "full", _on_ray, Path(folder))
         seconds = time.perf_counter() - start
         print("|", " | ".join([
             name, *(f"{theirs[key]:.2f}" if key in theirs else "" for key in ("devacc", "acc", "f1")),
@@ -151,6 +151,10 @@ def _compare_classifiers(toolkit: Toolkit, data: str, tasks: Sequence[str]) -> N
             f"{seconds:.1f}", f"{toolkit.seconds / seconds:.0f}", *(f"{value:.5f}" for value in _objectives(toolkit)),
         ]), "|", flush=True)
     stop_ray()
+
+
+def _on_ray(items: Sequence[ClassifierTask]) -> Iterator[Outcome]:
+    return map_tasks(select_and_test, items, ClusterConfig())
 
 
 def _objectives(toolkit: Toolkit) -> tuple[float, float]:

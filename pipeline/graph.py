@@ -103,7 +103,7 @@ def _labelled(config: Config, corpus: LabelledConfig) -> Stage:
 
 
 def _train(config: Config, settings: TrainConfig, cluster: ClusterConfig) -> Stage:
-    data = None if settings.validation else config.evaluate.data
+    data = None if settings.validation and not settings.transfer_tasks else config.evaluate.data
     job = TrainJob(train=settings, encoder=config.encoder, evaluation_data=data, seed=config.seed)
     validation = settings.validation.path if settings.validation else config.evaluate.data or GRADED_SAMPLE
     check_kind(settings.method.name, config.corpus.kind)

@@ -25,7 +25,9 @@ from stages.artifacts import Corpus, LabelledRows, TrainedEncoder
 from stages.batches import TokenisedSentences, global_rows, own_share, row_seeds, to_device
 from stages.context import Context, Progress
 from stages.encoder import Encoder, EncoderConfig, check_encoder, load_tokenizer, max_positions
-from stages.evaluate.validation import Validation, ValidationFile, validation_files
+from stages.evaluate.config import TRANSFER_TASKS, TransferTasks, tasks_of
+from stages.evaluate.transfer import load_transfer, transfer_files
+from stages.evaluate.validation import TransferMonitor, Validation, ValidationFile, validation_files
 from stages.methods.apincse import APINCSEConfig
 from stages.methods.base import Batch, Method
 from stages.methods.registry import MethodConfig
@@ -52,6 +54,13 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     patience: PositiveInt | None = None                        # validations without a new best before stopping
     checkpoint_every: PositiveInt = 125                        # steps between points from which a rerun goes on
     validation: ValidationFile | None = None                   # scored pairs; null: STS-B dev, or the graded sample's
+    transfer: TransferTasks = "none"                           # tasks whose dev accuracy is logged at each validation,
+                                                               # by the fast protocol of 5 folds
+
+    @property
+    def transfer_tasks(self) -> tuple[str, ...]:
+        """The transfer tasks to watch."""
+        return tasks_of(self.transfer, TRANSFER_TASKS)
 
 
 class TrainJob(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
@@ -110,7 +119,16 @@ def check_train(job: TrainJob, cluster: ClusterConfig) -> list[str]:
             f"{job.encoder.name}; it may be 3 to {positions}"
         )
     job.train.method.check(check_encoder(job.encoder.name).num_hidden_layers, job.train.batch_size)
-    return validation_files(job.train.validation, job.evaluation_data)
+    if job.train.transfer_tasks and job.evaluation_data is None:
+        raise InputError(
+            "train.transfer watches transfer tasks, but evaluate.data is null; set evaluate.data to a folder in "
+            "SentEval layout, or train.transfer to none"
+        )
+    files = validation_files(job.train.validation, job.evaluation_data)
+    for task in job.train.transfer_tasks:
+        load_transfer(str(job.evaluation_data), task, "fast")
+        files += map(str, transfer_files(str(job.evaluation_data), task))
+    return files
 
 
 def train(job: TrainJob, corpus: Corpus | LabelledRows, context: Context) -> TrainedEncoder:
@@ -146,7 +164,7 @@ def train_worker(task: Task, world: World) -> None:
     run = Run.prepare(task, world)
     position = run.resume()
     if position.step == 0:
-        run.record({"step": 0, "validation_spearman": run.validate()})
+        run.record({"step": 0, "validation_spearman": run.validate(), **run.watch()})
     for step in range(position.step, run.steps):
         if config.patience is not None and position.without_improvement >= config.patience:
             break
@@ -194,6 +212,7 @@ class Run:
     engine: Engine
     sentences: TokenisedSentences
     validation: Validation
+    transfer: TransferMonitor
     tokenizer: PreTrainedTokenizerFast
     steps: int
     live: LiveMetrics
@@ -214,7 +233,7 @@ class Run:
         engine = build_engine(method, optimizer, config.gradient_clipping, task.context.cluster, world, share)
         torch.manual_seed(int(np.random.SeedSequence([job.seed, world.rank]).generate_state(1)[0]))
         sentences = TokenisedSentences.read(task.corpus)
-        tokenizer = load_tokenizer(job.encoder.name)
+        tokenizer, positions = load_tokenizer(job.encoder.name), max_positions(job.encoder.name)
         tracked = task.context.tracking if world.rank == 0 else None
         return cls(
             task,
@@ -222,7 +241,8 @@ class Run:
             method,
             engine,
             sentences,
-            Validation.read(config.validation, job.evaluation_data, tokenizer, max_positions(job.encoder.name)),
+            Validation.read(config.validation, job.evaluation_data, tokenizer, positions),
+            TransferMonitor.read(config.transfer_tasks, job.evaluation_data, tokenizer, positions),
             tokenizer=tokenizer,
             steps=config.steps or config.epochs * (len(sentences) // config.batch_size),
             live=LiveMetrics(tracked),
@@ -248,6 +268,14 @@ class Run:
             return None
         finally:
             self.validating += time.monotonic() - began
+
+    def watch(self) -> dict[str, float]:
+        """The dev accuracies of ``train.transfer``; they choose nothing."""
+        began = time.monotonic()
+        self.method.eval()
+        found = self.transfer.accuracies(self.method.encoder, self.engine.device, self.world)
+        self.validating += time.monotonic() - began
+        return found
 
     def log_step(self, step: int, metrics: dict[str, Tensor], rate: float, norm: float) -> None:
         """Average over ranks and record, every ``log_every`` steps."""
@@ -286,7 +314,9 @@ class Run:
             position.best_step, position.best_score = position.step, score
             self.save_encoder(position.step)
         best = position.best_score
-        self.record({"step": position.step, "validation_spearman": score, "best_validation_spearman": best})
+        self.record({
+            "step": position.step, "validation_spearman": score, "best_validation_spearman": best, **self.watch(),
+        })
 
     def save_encoder(self, step: int) -> None:
         """Write the encoder as ``encoder-STEP``; every rank helps to gather the weights."""

@@ -14,9 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.config import ClusterConfig
 from cluster.errors import InputError
-from cluster.launch import map_tasks
 from stages.evaluate.softmax import Array, predictions, regression_path, with_constant
 from stages.evaluate.transfer import CLASSES, FOLDS, Labelled, TransferData
 
@@ -53,9 +51,9 @@ def transfer_scores(
     task: TransferData,
     vectors: Callable[[Sequence[str]], NDArray[np.float32]],
     protocol: Literal["full", "fast"],
-    cluster: ClusterConfig,
+    run: Callable[[Sequence[ClassifierTask]], Iterator[Outcome]],
     scratch: Path,
-    report: Callable[[int, int], None],
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float | int | str]:
     """Score one transfer task; the result does not depend on the number of workers.
 
@@ -63,7 +61,7 @@ def transfer_scores(
         task: its sentences and classes.
         vectors: n sentences -> (n, D) embeddings.
         protocol: 10 folds, inside and outside, or 5.
-        cluster: where to compute; always on CPUs.
+        run: ``select_and_test`` of each task, in their order, wherever that is to be computed.
         scratch: a folder for features, which all workers see; what is written there is of no use later.
         report: called with the classifiers' tasks done and all there are.
 
@@ -84,7 +82,7 @@ def transfer_scores(
     items = [ClassifierTask(str(scratch.absolute()), classes, folds, fold) for fold in outer]
     outcomes = []
     report(0, len(items))
-    for outcome in map_tasks(select_and_test, items, cluster.model_copy(update={"device": "cpu"})):
+    for outcome in run(items):
         outcomes.append(outcome)
         report(len(outcomes), len(items))
     scores: dict[str, float | int | str] = {

@@ -57,6 +57,15 @@ def _in_table_order(tasks: tuple[str, ...], kind: str) -> AfterValidator:
 
 
 Tasks = tuple[str, ...] | Literal["all", "none"]
+StsTasks = Annotated[Tasks, BeforeValidator(_one_or_many), _in_table_order(STS_TASKS, "similarity")]
+TransferTasks = Annotated[Tasks, BeforeValidator(_one_or_many), _in_table_order(TRANSFER_TASKS, "transfer")]
+
+
+def tasks_of(chosen: Tasks, all_tasks: tuple[str, ...]) -> tuple[str, ...]:
+    """The tasks that a choice means."""
+    if chosen == "none":
+        return ()
+    return all_tasks if isinstance(chosen, str) else chosen
 
 
 class SimilaritySet(BaseModel, extra="forbid", frozen=True):
@@ -93,8 +102,8 @@ class EvaluateConfig(BaseModel, extra="forbid", frozen=True):
     """All that decides the scores, beside the encoder; where they are computed is ClusterConfig's matter."""
 
     data: str | None = None                                    # folder in SentEval layout; null: the graded sample
-    sts: Annotated[Tasks, BeforeValidator(_one_or_many), _in_table_order(STS_TASKS, "similarity")] = "all"
-    transfer: Annotated[Tasks, BeforeValidator(_one_or_many), _in_table_order(TRANSFER_TASKS, "transfer")] = "none"
+    sts: StsTasks = "all"
+    transfer: TransferTasks = "none"
     protocol: Literal["full", "fast"] = "full"                 # of transfer: 10 folds as in SentEval, or 5
     similarity: tuple[SimilaritySet, ...] = ()                 # other sets of scored or binary pairs
     baseline_poolings: tuple[Pooling, ...] = ("cls", "mean", "first-last-mean")
@@ -135,15 +144,11 @@ class EvaluateConfig(BaseModel, extra="forbid", frozen=True):
     @property
     def sts_tasks(self) -> tuple[str, ...]:
         """The similarity tasks to score, in the order of the papers' tables."""
-        if self.sts == "none":
-            return ()
         if self.data is None:
-            return (GRADED_SAMPLE,)
-        return STS_TASKS if isinstance(self.sts, str) else self.sts
+            return () if self.sts == "none" else (GRADED_SAMPLE,)
+        return tasks_of(self.sts, STS_TASKS)
 
     @property
     def transfer_tasks(self) -> tuple[str, ...]:
         """The transfer tasks to score, in the order of the papers' tables."""
-        if self.transfer == "none":
-            return ()
-        return TRANSFER_TASKS if isinstance(self.transfer, str) else self.transfer
+        return tasks_of(self.transfer, TRANSFER_TASKS)

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from cluster.errors import InputError
+from cluster.launch import map_tasks
 from stages.artifacts import Corpus, LabelledRows, Scores, TrainedEncoder
 from stages.context import Context
 from stages.corpus.clean import comparison_hashes
 from stages.encoder import max_positions
-from stages.evaluate.classifier import transfer_scores
+from stages.evaluate.classifier import select_and_test, transfer_scores
 from stages.evaluate.config import GRADED_SAMPLE, EvaluateConfig
 from stages.evaluate.data import EvaluationData, load_evaluation
 from stages.evaluate.encode import encode
@@ -164,13 +165,14 @@ def _transfer(
     config: EvaluateConfig, data: EvaluationData, embed: dict[str, Embed], context: Context
 ) -> dict[str, dict[str, object]]:
     progress, scratch = context.progress, context.out / "features"
+    on_cpus = context.cluster.model_copy(update={"device": "cpu"})
     scores: dict[str, dict[str, object]] = {}
     for name, task in data.transfer.items():
         scores[name] = {**transfer_scores(
             task,
             embed[name],
             config.protocol,
-            context.cluster,
+            lambda items: map_tasks(select_and_test, items, on_cpus),
             scratch,
             report=lambda done, total, name=name: progress.update(done, total, "folds", name),  # type: ignore[misc]
         )}

@@ -1,9 +1,13 @@
-"""Scoring the encoder while it trains: one Spearman on held-out scored pairs."""
+"""Scoring the encoder while it trains: one Spearman on held-out scored pairs, and transfer tasks if wanted."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.world import World
 from stages.encoder import Encoder
+from stages.evaluate.classifier import select_and_test, transfer_scores
 from stages.evaluate.sts import (
     ScoredPairs,
     correlations,
@@ -19,6 +24,7 @@ from stages.evaluate.sts import (
     validation_pairs,
     validation_set,
 )
+from stages.evaluate.transfer import TransferData, load_transfer
 
 BATCH = 64                                                     # sentences per forward pass
 
@@ -46,14 +52,58 @@ def validation_files(file: ValidationFile | None, data: str | None) -> list[str]
 
 
 @dataclass(frozen=True)
-class Validation:
-    """Distinct tokenised sentences, longest first, and the pairs among them."""
+class SharedSentences:
+    """Distinct tokenised sentences, longest first, that the ranks of a training run encode together."""
 
-    sentences: list[list[int]]                                 # token ids
-    first: np.ndarray                                          # (P,) index of each pair's first sentence
+    tokens: list[list[int]]                                    # ids of each sentence
+    pad: int
+
+    @classmethod
+    def of(
+        cls, sentences: Iterable[str], tokenizer: PreTrainedTokenizerFast, max_length: int
+    ) -> tuple["SharedSentences", dict[str, int]]:
+        """The distinct ones among ``sentences``, and the place of each."""
+        texts = sorted(set(sentences))
+        if not texts:                                          # which tokenizers cannot do
+            return cls([], tokenizer.pad_token_id), {}
+        encoded = tokenizer(texts, truncation=True, max_length=max_length, add_special_tokens=True)["input_ids"]
+        longest_first = sorted(range(len(texts)), key=lambda row: -len(encoded[row]))
+        places = {texts[row]: place for place, row in enumerate(longest_first)}
+        return cls([encoded[row] for row in longest_first], tokenizer.pad_token_id), places
+
+    def encode(self, encoder: Encoder, device: torch.device, world: World) -> NDArray[np.float32]:
+        """(n, D) embeddings on every rank; each encodes every size-th sentence.
+
+        All ranks make the same number of forward passes, as ZeRO-3 needs.
+        """
+        share = -(-len(self.tokens) // world.size)                                 # rounded up
+        rows = [min(place * world.size + world.rank, len(self.tokens) - 1) for place in range(share)]
+        with torch.no_grad():
+            embeddings = torch.cat([
+                self._encode(encoder, rows[start : start + BATCH], device) for start in range(0, share, BATCH)
+            ])
+            gathered = world.gather(embeddings)                                    # (size * share, D), rank by rank
+        by_place = gathered.reshape(world.size, share, -1).transpose(0, 1).flatten(0, 1)
+        found: NDArray[np.float32] = by_place[: len(self.tokens)].cpu().numpy()
+        return found
+
+    def _encode(self, encoder: Encoder, rows: list[int], device: torch.device) -> Tensor:
+        tokens = [torch.tensor(self.tokens[row]) for row in rows]
+        ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=self.pad)
+        lengths = torch.tensor([len(sentence) for sentence in tokens])
+        mask = (torch.arange(ids.shape[1])[None, :] < lengths[:, None]).long()
+        embeddings: Tensor = encoder(ids.to(device), mask.to(device)).embedding
+        return embeddings
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Scored pairs among shared sentences."""
+
+    sentences: SharedSentences
+    first: np.ndarray                                          # (P,) place of each pair's first sentence
     second: np.ndarray                                         # (P,)
     gold: np.ndarray                                           # (P,)
-    pad: int
 
     @classmethod
     def read(
@@ -61,37 +111,49 @@ class Validation:
     ) -> "Validation":
         """Tokenise the pairs of :func:`read_validation`."""
         pairs = read_validation(file, data)
-        texts = sorted({*pairs.first, *pairs.second})
-        encoded = tokenizer(texts, truncation=True, max_length=max_length, add_special_tokens=True)["input_ids"]
-        longest_first = sorted(range(len(texts)), key=lambda row: -len(encoded[row]))
-        places = {texts[row]: place for place, row in enumerate(longest_first)}
-        return cls(
-            sentences=[encoded[row] for row in longest_first],
-            first=np.array([places[text] for text in pairs.first]),
-            second=np.array([places[text] for text in pairs.second]),
-            gold=np.asarray(pairs.gold),
-            pad=tokenizer.pad_token_id,
-        )
+        sentences, places = SharedSentences.of(pairs.sentences, tokenizer, max_length)
+        first, second = (np.array([places[text] for text in side]) for side in (pairs.first, pairs.second))
+        return cls(sentences, first, second, np.asarray(pairs.gold))
 
     def spearman(self, encoder: Encoder, device: torch.device, world: World) -> float:
-        """Spearman correlation (x 100) of cosine and gold; each rank encodes every size-th sentence.
-
-        All ranks make the same number of forward passes, as ZeRO-3 needs.
-        """
-        share = -(-len(self.sentences) // world.size)                              # rounded up
-        rows = [min(place * world.size + world.rank, len(self.sentences) - 1) for place in range(share)]
-        with torch.no_grad():
-            embeddings = torch.cat([
-                self._encode(encoder, rows[start : start + BATCH], device) for start in range(0, share, BATCH)
-            ])
-            gathered = world.gather(embeddings)                                    # (size * share, D), rank by rank
-        by_place = gathered.reshape(world.size, share, -1).transpose(0, 1).flatten(0, 1).cpu().numpy()
-        cosines = (by_place[self.first] * by_place[self.second]).sum(axis=1)
+        """Spearman correlation (x 100) of cosine and gold; every rank calls it and knows it."""
+        units = F.normalize(torch.from_numpy(self.sentences.encode(encoder, device, world)), dim=-1).numpy()
+        cosines = (units[self.first] * units[self.second]).sum(axis=1)
         return correlations(cosines, self.gold)["spearman"]
 
-    def _encode(self, encoder: Encoder, rows: list[int], device: torch.device) -> Tensor:
-        tokens = [torch.tensor(self.sentences[row]) for row in rows]
-        ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=self.pad)
-        lengths = torch.tensor([len(sentence) for sentence in tokens])
-        mask = (torch.arange(ids.shape[1])[None, :] < lengths[:, None]).long()
-        return F.normalize(encoder(ids.to(device), mask.to(device)).embedding, dim=-1)
+
+@dataclass(frozen=True)
+class TransferMonitor:
+    """Transfer tasks that are scored while an encoder trains, by the fast protocol and on their dev rows alone."""
+
+    tasks: dict[str, TransferData]
+    sentences: SharedSentences
+    places: dict[str, int]
+
+    @classmethod
+    def read(
+        cls, tasks: Sequence[str], data: str | None, tokenizer: PreTrainedTokenizerFast, max_length: int
+    ) -> "TransferMonitor":
+        """Tokenise the sentences of some of ``config.TRANSFER_TASKS``, which may be none."""
+        loaded = {task: load_transfer(str(data), task, "fast") for task in tasks}
+        texts = (text for task in loaded.values() for text in task.sentences)
+        return cls(loaded, *SharedSentences.of(texts, tokenizer, max_length))
+
+    def accuracies(self, encoder: Encoder, device: torch.device, world: World) -> dict[str, float]:
+        """``TASK_fast_dev_accuracy`` of each task, in percent; every rank calls it, fits its share and knows all."""
+        if not self.tasks:
+            return {}
+        vectors = self.sentences.encode(encoder, device, world)
+        found = torch.zeros(len(self.tasks), dtype=torch.float64, device=device)
+        for at, task in list(enumerate(self.tasks.values()))[world.rank :: world.size]:
+            with TemporaryDirectory() as scratch:
+                scores = transfer_scores(
+                    task,
+                    lambda texts: vectors[[self.places[text] for text in texts]],
+                    "fast",
+                    lambda items: map(select_and_test, items),
+                    Path(scratch),
+                )
+            found[at] = float(scores["dev_accuracy"])
+        together = (world.mean(found) * world.size).tolist()
+        return {f"{name}_fast_dev_accuracy": value for name, value in zip(self.tasks, together, strict=True)}

@@ -17,7 +17,7 @@ from cluster.config import ClusterConfig
 from cluster.engine import DDPEngine, DeepSpeedEngine, Engine, PlainEngine, build_engine
 from cluster.world import Solo, World
 from stages.batches import own_share
-from stages.evaluate.validation import Validation
+from stages.evaluate.validation import SharedSentences, Validation
 from stages.methods.apincse import APINCSEConfig
 from stages.methods.base import Batch, Method
 from stages.methods.simcse import SimCSEConfig
@@ -91,7 +91,7 @@ def scored_pairs() -> Validation:
     """Pairs of 25 sentences, a number that two ranks cannot share evenly."""
     random = np.random.default_rng(0)
     first, second = random.integers(25, size=(2, 40))
-    return Validation(tiny.token_lists(25, seed=9), first, second, random.normal(size=40), pad=0)
+    return Validation(SharedSentences(tiny.token_lists(25, seed=9), pad=0), first, second, random.normal(size=40))
 
 
 @cache

@@ -11,6 +11,7 @@ from sklearn.model_selection import StratifiedKFold
 
 from cluster.config import ClusterConfig
 from cluster.errors import InputError
+from cluster.launch import map_tasks
 from stages.evaluate.classifier import REGS, ClassifierTask, f1_score, fold_rows, select_and_test, transfer_scores
 from stages.evaluate.softmax import objective, predictions, regression_path, with_constant
 from stages.evaluate.transfer import Labelled, TransferData
@@ -33,7 +34,7 @@ def labelled(start: int, stop: int, classes: int = 2, second: bool = False) -> L
 
 
 def scores(task: TransferData, scratch: Path, protocol: str = "fast", embed=vectors) -> dict:
-    return transfer_scores(task, embed, protocol, ClusterConfig(), scratch, lambda done, total: None)
+    return transfer_scores(task, embed, protocol, lambda items: map(select_and_test, items), scratch)
 
 
 def inner(rows: int = 120) -> TransferData:
@@ -220,12 +221,16 @@ def test_a_regression_that_does_not_converge_is_an_error(monkeypatch: pytest.Mon
 
 @pytest.mark.cluster
 def test_scores_and_progress_are_the_same_inline_and_on_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+    tmp_path: Path, ray_cluster: None
 ) -> None:
     seen: list[tuple[int, int]] = []
     on_workers = transfer_scores(
-        inner(), vectors, "fast", ClusterConfig(), tmp_path, lambda done, total: seen.append((done, total))
+        inner(),
+        vectors,
+        "fast",
+        lambda items: map_tasks(select_and_test, items, ClusterConfig()),
+        tmp_path,
+        lambda done, total: seen.append((done, total)),
     )
     assert seen == [(done, 5) for done in range(6)]
-    monkeypatch.setattr("cluster.launch.ray.is_initialized", lambda: False)
     assert scores(inner(), tmp_path) == on_workers
