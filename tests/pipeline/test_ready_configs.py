@@ -44,7 +44,7 @@ def yaml_of(name: str) -> dict[str, Any]:
 
 
 def with_data_made_here(config: Config, folder: Path) -> Config:
-    """The config with an encoder of the same kind and depth, sentences and pairs that are at hand."""
+    """The config with an encoder of the same kind and depth, a generator, sentences and pairs that are at hand."""
     corpus = folder / "sentences.txt"
     corpus.write_text("A few words make a sentence.\n")
     values = config.model_dump()
@@ -55,6 +55,8 @@ def with_data_made_here(config: Config, folder: Path) -> Config:
         backbone = BACKBONES.get(config.encoder.name, BertConfig())
         backbone.save_pretrained(folder / "encoder")
         values["encoder"]["name"] = str(folder / "encoder")
+        if (values["train"] or {}).get("method", {}).get("generator"):
+            values["train"]["method"]["generator"] = str(folder / "encoder")
     return Config.model_validate(values)
 
 
