@@ -10,6 +10,7 @@ from stages.methods.apincse import APINCSEConfig
 from stages.methods.cosent import CoSENTConfig
 from stages.methods.diffcse import DiffCSEConfig
 from stages.methods.sbert import SBERTConfig
+from stages.methods.sg_opt import SGOPTConfig
 from stages.methods.siamese import SiameseConfig
 from stages.methods.simcse import SimCSEConfig, SupervisedSimCSEConfig
 from stages.methods.sncse import SNCSEConfig
@@ -24,6 +25,7 @@ AnyMethod = (
     | SiameseConfig
     | SNCSEConfig
     | DiffCSEConfig
+    | SGOPTConfig
 )
 
 MethodConfig = Annotated[AnyMethod, Field(discriminator="name")]
