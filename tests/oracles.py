@@ -193,3 +193,31 @@ def in_batch(first: Rows, second: Rows, texts: Sequence[object], labels: Sequenc
         alike = labels[i % n] == 1
         losses.append(sum(cross_entropy(logits, at) for at, j in enumerate(others) if alike and texts[j] == half))
     return sum(losses) / len(losses)
+
+
+def bidirectional_margin(anchor: Vector, positive: Vector, negative: Vector, alpha: float, beta: float) -> float:
+    """SNCSE: the loss of a soft negative whose cosine is not within [-beta, -alpha] of the positive's."""
+    difference = cosine(anchor, negative) - cosine(anchor, positive)
+    return max(0.0, difference + alpha) + max(0.0, -difference - beta)
+
+
+def replaced_tokens(chances: Rows, written: Rows, read: Rows) -> float:
+    """DiffCSE's L_RTD: chances that each token was not replaced, the tokens as written and as the generator left them.
+
+    A mean over all tokens of all sentences, where the paper's sum over them would weigh more in longer batches.
+    """
+    losses = []
+    for chance, original, edited in zip(chances, written, read, strict=True):
+        for at in range(len(original)):
+            losses.append(-math.log(chance[at] if original[at] == edited[at] else 1 - chance[at]))
+    return sum(losses) / len(losses)
+
+
+def self_guided(anchors: Rows, layers: Sequence[Rows], temperature: float) -> float:
+    """SG-OPT's L^opt3: for each anchor its own sentence's vector of each layer, against all layers of the others."""
+    losses = []
+    for i, anchor in enumerate(anchors):
+        others = [vector for m, vectors in enumerate(layers) if m != i for vector in vectors]
+        for own in layers[i]:
+            losses.append(cross_entropy([cosine(anchor, x) / temperature for x in (own, *others)], 0))
+    return sum(losses) / len(losses)

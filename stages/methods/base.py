@@ -27,6 +27,8 @@ class Batch:
     text_ids: Tensor | None = None                             # (k * n,) int64, equal for equal sentences
     hidden: Tensor | None = None                               # (k * n, S) int64, what tokens a method has masked or
                                                                # replaced; -100 elsewhere
+    noise: Tensor | None = None                                # (k * n, S) float32 in [0, 1), what decides a draw that
+                                                               # a method makes for each token on the device
     done: float = 0.0                                          # part of all steps that lie before this one
 
 

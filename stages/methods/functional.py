@@ -211,3 +211,65 @@ def manhattan_similarity(first: Tensor, second: Tensor) -> Tensor:
     Source: Siamese recurrent architectures, Mueller and Thyagarajan, AAAI 2016, with BERT in the LSTM's place.
     """
     return (-(first - second).abs().mean(dim=-1)).exp()
+
+
+def bidirectional_margins(
+    anchors: Tensor, positives: Tensor, negatives: Tensor, least: float, greatest: float
+) -> Tensor:
+    """How far each soft negative is from being less alike than the positive by a margin within bounds.
+
+    With d the negative's cosine less the positive's: max(0, d + least) + max(0, -d - greatest).
+
+    Args:
+        anchors: (B, D) unit vectors.
+        positives: (B, D) unit vectors.
+        negatives: (B, D) unit vectors of the soft negatives.
+        least: alpha, the smallest margin without a loss.
+        greatest: beta, the largest.
+
+    Returns:
+        (B,) at least 0.
+
+    Source: SNCSE, the bidirectional margin loss of section 3, arXiv:2201.05979.
+    """
+    difference = (anchors * negatives).sum(dim=-1) - (anchors * positives).sum(dim=-1)
+    return F.relu(difference + least) + F.relu(-difference - greatest)
+
+
+def replaced_token_losses(logits: Tensor, replaced: Tensor) -> Tensor:
+    """What each token costs a discriminator that tells replaced tokens from original ones.
+
+    Args:
+        logits: (B, S) higher where the discriminator holds a token for replaced.
+        replaced: (B, S) bool, which are.
+
+    Returns:
+        (B, S) binary cross-entropies in nats.
+
+    Source: DiffCSE, section 3, the loss L_RTD, arXiv:2204.10298.
+    """
+    return F.binary_cross_entropy_with_logits(logits, replaced.to(logits.dtype), reduction="none")
+
+
+def self_guided_loss(anchors: Tensor, candidates: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy of finding each of an anchor's K layers, on its own, among all layers of other sentences.
+
+    An anchor's other layers are no negatives of the one that is sought.
+
+    Args:
+        anchors: (B, D) unit vectors.
+        candidates: (N, K, D) unit vectors of K layers.
+        targets: (B,) int64, the row of ``candidates`` that is anchor i's sentence.
+        temperature: divides cosines.
+
+    Returns:
+        () mean over anchors and layers, in nats.
+
+    Source: SG-OPT, L^opt3 in section 3.3, arXiv:2106.07345.
+    """
+    cosines = torch.einsum("bd,nkd->bnk", anchors, candidates) / temperature
+    b, n, _ = cosines.shape
+    positives = cosines[torch.arange(b, device=targets.device), targets]           # (B, K)
+    own = targets[:, None] == torch.arange(n, device=targets.device)               # (B, N)
+    negatives = cosines.masked_fill(own[:, :, None], -torch.inf).flatten(1)        # (B, N * K)
+    return F.softplus(negatives.logsumexp(dim=1, keepdim=True) - positives).mean()

@@ -8,9 +8,12 @@ from cluster.errors import InputError
 from stages.methods.angle import AnglEConfig
 from stages.methods.apincse import APINCSEConfig
 from stages.methods.cosent import CoSENTConfig
+from stages.methods.diffcse import DiffCSEConfig
 from stages.methods.sbert import SBERTConfig
+from stages.methods.sg_opt import SGOPTConfig
 from stages.methods.siamese import SiameseConfig
 from stages.methods.simcse import SimCSEConfig, SupervisedSimCSEConfig
+from stages.methods.sncse import SNCSEConfig
 
 AnyMethod = (
     APINCSEConfig
@@ -20,6 +23,9 @@ AnyMethod = (
     | AnglEConfig
     | SBERTConfig
     | SiameseConfig
+    | SNCSEConfig
+    | DiffCSEConfig
+    | SGOPTConfig
 )
 
 MethodConfig = Annotated[AnyMethod, Field(discriminator="name")]

@@ -45,7 +45,7 @@ def yaml_of(name: str) -> dict[str, Any]:
 
 
 def with_data_made_here(config: Config, folder: Path) -> Config:
-    """The config with an encoder of the same kind and depth, sentences and pairs that are at hand."""
+    """The config with an encoder of the same kind and depth, a generator, sentences and pairs that are at hand."""
     values = config.model_dump()
     values["evaluate"]["data"] = None                          # the graded sample
     if values["evaluate"]["sts"] != "none":
@@ -68,6 +68,8 @@ def with_data_made_here(config: Config, folder: Path) -> Config:
         backbone = BACKBONES.get(config.encoder.name, BertConfig())
         backbone.save_pretrained(folder / "encoder")
         values["encoder"]["name"] = str(folder / "encoder")
+        if (values["train"] or {}).get("method", {}).get("generator"):
+            values["train"]["method"]["generator"] = str(folder / "encoder")
     return Config.model_validate(values)
 
 
