@@ -11,6 +11,7 @@ from stages.methods.cosent import CoSENTConfig
 from stages.methods.sbert import SBERTConfig
 from stages.methods.siamese import SiameseConfig
 from stages.methods.simcse import SimCSEConfig, SupervisedSimCSEConfig
+from stages.methods.wsscse import WSSCSEConfig
 
 AnyMethod = (
     APINCSEConfig
@@ -20,6 +21,7 @@ AnyMethod = (
     | AnglEConfig
     | SBERTConfig
     | SiameseConfig
+    | WSSCSEConfig
 )
 
 MethodConfig = Annotated[AnyMethod, Field(discriminator="name")]
