@@ -8,6 +8,7 @@ from cluster.errors import InputError
 from stages.methods.angle import AnglEConfig
 from stages.methods.apincse import APINCSEConfig
 from stages.methods.cosent import CoSENTConfig
+from stages.methods.esimcse import ESimCSEConfig
 from stages.methods.sbert import SBERTConfig
 from stages.methods.siamese import SiameseConfig
 from stages.methods.simcse import SimCSEConfig, SupervisedSimCSEConfig
@@ -22,6 +23,7 @@ AnyMethod = (
     | SBERTConfig
     | SiameseConfig
     | WSSCSEConfig
+    | ESimCSEConfig
 )
 
 MethodConfig = Annotated[AnyMethod, Field(discriminator="name")]
