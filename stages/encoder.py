@@ -3,7 +3,8 @@
 import importlib.util
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -196,6 +197,11 @@ class Encoder(nn.Module):
         """The size D of an embedding; every pooling here keeps the backbone's hidden size d."""
         return int(self.backbone.config.hidden_size)           # type: ignore[union-attr, arg-type]
 
+    @property
+    def positions(self) -> int:
+        """The longest input in tokens, special tokens included."""
+        return _positions(self.backbone.config)
+
     def layers(self, input_ids: Tensor, attention_mask: Tensor) -> Layers:
         """Run the backbone.
 
@@ -278,17 +284,13 @@ class Encoder(nn.Module):
         saved = saved_config(source)
         config = config or saved or EncoderConfig(name=name, pooling="mean")
         overrides = {} if dropout is None else {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        verbosity = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()             # unused heads of the checkpoint are no news here
-        transformers_logging.disable_progress_bar()
         try:
-            backbone, loaded = AutoModel.from_pretrained(
-                source, add_pooling_layer=False, dtype=torch.float32, output_loading_info=True, **overrides
-            )
+            with quiet_loading():
+                backbone, loaded = AutoModel.from_pretrained(
+                    source, add_pooling_layer=False, dtype=torch.float32, output_loading_info=True, **overrides
+                )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise InputError(f"encoder.name={name!r}: its weights cannot be loaded ({first_line(error)})") from error
-        finally:
-            transformers_logging.set_verbosity(verbosity)
         if loaded["missing_keys"]:
             missing = sorted(loaded["missing_keys"])
             raise InputError(
@@ -333,6 +335,18 @@ class Encoder(nn.Module):
             save_file(parts["head"], folder / "head.safetensors")
         if self.config.pooling in ("cls", "mean"):
             _write_sentence_transformers_files(folder, self.config, self.dimension, parts["head"])
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keep transformers from telling of weights that a checkpoint has and nobody wants here."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def masked_mean(states: Tensor, mask: Tensor) -> Tensor:
@@ -391,7 +405,10 @@ def check_poolings(name: str, poolings: Iterable[str]) -> None:
 
 def max_positions(name: str) -> int:
     """The longest input in tokens, special tokens included."""
-    config = check_encoder(name)
+    return _positions(check_encoder(name))
+
+
+def _positions(config: Any) -> int:
     reserved = config.pad_token_id + 1 if "roberta" in config.model_type else 0   # RoBERTa counts from there
     return int(config.max_position_embeddings) - reserved
 

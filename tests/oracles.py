@@ -221,3 +221,39 @@ def self_guided(anchors: Rows, layers: Sequence[Rows], temperature: float) -> fl
         for own in layers[i]:
             losses.append(cross_entropy([cosine(anchor, x) / temperature for x in (own, *others)], 0))
     return sum(losses) / len(losses)
+
+
+def repeated(tokens: Sequence[int], places: Sequence[int]) -> list[int]:
+    """ESimCSE: the tokens, those at the places twice."""
+    return [token for at, token in enumerate(tokens) for _ in range(2 if at in places else 1)]
+
+
+def wsscse(first: Rows, second: Rows, weak: Rows, masks: Sequence[tuple[Vector, int]], weight: float) -> float:
+    """WSSCSE: l_CON + lambda l_WSS + l_MLM; ``masks`` has the logits and the token of each masked place."""
+    own = range(len(first))
+    total = info_nce(first, second, own, 0.05) + weight * info_nce(first, weak, own, 0.05)
+    if masks:
+        total += sum(cross_entropy(logits.tolist(), token) for logits, token in masks) / len(masks)
+    return total
+
+
+class ESimCSE:
+    """The whole loss, with a list as its queue of momentum embeddings."""
+
+    def __init__(self, queue_length: int, momentum: float, weights: dict[str, np.ndarray]) -> None:
+        self.queue_length, self.momentum = queue_length, momentum
+        self.weights = {name: value.astype(np.float64) for name, value in weights.items()}
+        self.queue: list[Vector] = []
+
+    def loss(self, anchors: Rows, positives: Rows) -> float:
+        """Equation 6: every anchor meets its batch's positives and the whole queue."""
+        return info_nce(anchors, [*positives, *self.queue], range(len(anchors)), 0.05)
+
+    def update(self, weights: dict[str, np.ndarray]) -> None:
+        """Equation 5."""
+        for name, value in weights.items():
+            self.weights[name] = self.momentum * self.weights[name] + (1 - self.momentum) * value
+
+    def push(self, embeddings: Rows) -> None:
+        """The oldest leave."""
+        self.queue = [*self.queue, *embeddings][-self.queue_length :]

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import BertConfig, BertModel, BertTokenizer
+from transformers import BertConfig, BertForMaskedLM, BertModel, BertTokenizer
 
 from stages.artifacts import Corpus
 from stages.encoder import Encoder, EncoderConfig, LayerAttentionConfig, Pooling
@@ -50,6 +50,14 @@ def save_bert(folder: Path, depth: int = 4) -> str:
     """The same BERT with a word-a-token tokenizer, as a folder that Encoder.load takes."""
     torch.manual_seed(0)
     BertModel(bert_config(depth)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def save_masked_lm(folder: Path) -> str:
+    """The same BERT with its masked-LM head, as raw encoders come."""
+    torch.manual_seed(0)
+    BertForMaskedLM(bert_config()).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
 

@@ -17,9 +17,27 @@ def info_nce(anchors: Tensor, candidates: Tensor, targets: Tensor, temperature: 
     Returns:
         () mean over anchors, in nats; log N at chance.
 
-    Source: SimCSE, equation 1, arXiv:2104.08821; APINCSE, equations 8 and 15.
+    Source: SimCSE, equation 1, arXiv:2104.08821; APINCSE, equations 8 and 15; ESimCSE, equation 6, arXiv:2109.04380,
+    with its queue among the candidates.
     """
     return F.cross_entropy(anchors @ candidates.T / temperature, targets)
+
+
+def masked_token_loss(logits: Tensor, tokens: Tensor, count: Tensor) -> Tensor:
+    """Cross-entropy of the masked tokens under a masked language model.
+
+    Args:
+        logits: (m, V) at this worker's masked places; m may be 0.
+        tokens: (m,) int64, what stood there.
+        count: () masked places of a worker on average, so that the mean over workers of what is returned is the
+            mean over all masked places of the global batch; > 0.
+
+    Returns:
+        () nats a token; log V at chance.
+
+    Source: l_MLM of WSSCSE, and BERT's objective.
+    """
+    return F.cross_entropy(logits, tokens, reduction="sum") / count
 
 
 def hard_negative_info_nce(

@@ -9,11 +9,13 @@ from stages.methods.angle import AnglEConfig
 from stages.methods.apincse import APINCSEConfig
 from stages.methods.cosent import CoSENTConfig
 from stages.methods.diffcse import DiffCSEConfig
+from stages.methods.esimcse import ESimCSEConfig
 from stages.methods.sbert import SBERTConfig
 from stages.methods.sg_opt import SGOPTConfig
 from stages.methods.siamese import SiameseConfig
 from stages.methods.simcse import SimCSEConfig, SupervisedSimCSEConfig
 from stages.methods.sncse import SNCSEConfig
+from stages.methods.wsscse import WSSCSEConfig
 
 AnyMethod = (
     APINCSEConfig
@@ -26,6 +28,8 @@ AnyMethod = (
     | SNCSEConfig
     | DiffCSEConfig
     | SGOPTConfig
+    | WSSCSEConfig
+    | ESimCSEConfig
 )
 
 MethodConfig = Annotated[AnyMethod, Field(discriminator="name")]
