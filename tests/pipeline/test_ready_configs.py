@@ -68,7 +68,7 @@ def with_data_made_here(config: Config, folder: Path) -> Config:
         backbone = BACKBONES.get(config.encoder.name, BertConfig())
         backbone.save_pretrained(folder / "encoder")
         values["encoder"]["name"] = str(folder / "encoder")
-        if (values["train"] or {}).get("method", {}).get("generator"):
+        if config.train is not None and config.train.method.name == "diffcse":
             values["train"]["method"]["generator"] = str(folder / "encoder")
     return Config.model_validate(values)
 
