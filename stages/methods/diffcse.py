@@ -69,16 +69,20 @@ class DiffCSE(Method):
 
     def augment(self, batch: Batch, seeds: NDArray[np.uint64], tokenizer: PreTrainedTokenizerFast) -> Batch:
         """The n sentences and, below, all of them twice with tokens masked; also what decides each token's filling."""
-        special = np.isin(batch.input_ids.numpy(), tokenizer.all_special_ids)
-        draws = np.zeros((3, 2, *special.shape), np.float32)   # (mask or fill, and nothing for the sentences; ...)
+        n, width = batch.input_ids.shape
+        masking, noise = np.ones((2, n, width), np.float32), np.zeros((3, n, width), np.float32)
         for row, seed in enumerate(seeds):
             length = int(batch.attention_mask[row].sum())      # padding depends on the number of workers
-            draws[1:, :, row, :length] = np.random.default_rng(int(seed)).random((2, 2, length), np.float32)
-        masked = (draws[1:, 0] < self.config.masked) & ~special
-        ids = batch.input_ids.repeat(3, 1)
-        ids[len(seeds) :][torch.from_numpy(masked.reshape(-1, masked.shape[-1]))] = int(tokenizer.mask_token_id)
-        noise = torch.from_numpy(draws[:, 1].reshape(ids.shape))
-        return replace(batch, input_ids=ids, attention_mask=batch.attention_mask.repeat(3, 1), noise=noise)
+            masking[:, row, :length], noise[1:, row, :length] = np.random.default_rng(int(seed)).random((2, 2, length))
+        special = torch.from_numpy(np.isin(batch.input_ids.numpy(), tokenizer.all_special_ids))
+        masked = torch.from_numpy(masking < self.config.masked) & ~special         # (2, n, S)
+        views = batch.input_ids.masked_fill(masked, int(tokenizer.mask_token_id))
+        return replace(
+            batch,
+            input_ids=torch.cat([batch.input_ids, *views]),
+            attention_mask=batch.attention_mask.repeat(3, 1),
+            noise=torch.from_numpy(noise).flatten(0, 1),
+        )
 
     def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
         """Encode two views, let the discriminator look for replaced tokens, then leave autocast for the losses."""

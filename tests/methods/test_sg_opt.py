@@ -96,6 +96,16 @@ def test_the_total_is_the_contrast_and_the_squared_distance_from_the_first_weigh
     assert loss.item() == pytest.approx(contrast + 0.3 * drift, rel=2e-5)
 
 
+def test_a_run_that_goes_on_is_held_against_the_same_first_weights() -> None:
+    learner, batch = method(), tiny.batch(6, seed=0)
+    disturb(learner)
+    again = method()
+    again.load_state_dict(learner.state_dict())
+    again.load_resume_state(learner.resume_state())
+    assert again(batch, Solo())[1] == learner(batch, Solo())[1]
+    assert again.drift() > 0
+
+
 @pytest.mark.parametrize("pooling", ["cls", "layer-attention"])
 def test_every_parameter_but_those_of_the_embeddings_takes_part_in_the_loss(pooling: str) -> None:
     learner = method(pooling)
