@@ -257,3 +257,14 @@ class ESimCSE:
     def push(self, embeddings: Rows) -> None:
         """The oldest leave."""
         self.queue = [*self.queue, *embeddings][-self.queue_length :]
+
+
+def nt_xent(first: Rows, second: Rows, temperature: float) -> float:
+    """ConSERT (1): each of the 2N views finds its sentence's other view among the 2N - 1 others."""
+    views, n = [*first, *second], len(first)
+    losses = []
+    for i, anchor in enumerate(views):
+        others = [j for j in range(2 * n) if j != i]
+        logits = [cosine(anchor, views[j]) / temperature for j in others]
+        losses.append(cross_entropy(logits, others.index((i + n) % (2 * n))))
+    return sum(losses) / len(losses)

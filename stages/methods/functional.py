@@ -23,6 +23,34 @@ def info_nce(anchors: Tensor, candidates: Tensor, targets: Tensor, temperature: 
     return F.cross_entropy(anchors @ candidates.T / temperature, targets)
 
 
+def nt_xent(
+    first: Tensor, second: Tensor, all_first: Tensor, all_second: Tensor, targets: Tensor, temperature: float
+) -> Tensor:
+    """Cross-entropy of finding a sentence's other view among all other sentences of both views.
+
+    Args:
+        first: (B, D) unit vectors of this worker's first views.
+        second: (B, D) unit vectors of its second views.
+        all_first: (N, D) unit vectors, the first views of the global batch.
+        all_second: (N, D).
+        targets: (B,) int64, where this worker's rows lie among the N.
+        temperature: divides cosines.
+
+    Returns:
+        () mean over the 2B anchors, in nats; log(2N - 1) at chance.
+
+    Source: ConSERT, equation 1, arXiv:2105.11741; SimCLR. ConSERT's authors' code adds the means over either view's
+    anchors, which is twice this.
+    """
+
+    def one_way(anchors: Tensor, others: Tensor, same: Tensor) -> Tensor:
+        itself = F.one_hot(targets, len(same)).bool()
+        alike = (anchors @ same.T / temperature).masked_fill(itself, -torch.inf)
+        return F.cross_entropy(torch.cat([anchors @ others.T / temperature, alike], dim=1), targets)
+
+    return (one_way(first, all_second, all_first) + one_way(second, all_first, all_second)) / 2
+
+
 def masked_token_loss(logits: Tensor, tokens: Tensor, count: Tensor) -> Tensor:
     """Cross-entropy of the masked tokens under a masked language model.
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from cluster.errors import InputError
 from stages.methods.angle import AnglEConfig
 from stages.methods.apincse import APINCSEConfig
+from stages.methods.consert import ConSERTConfig
 from stages.methods.cosent import CoSENTConfig
 from stages.methods.diffcse import DiffCSEConfig
 from stages.methods.esimcse import ESimCSEConfig
@@ -30,6 +31,7 @@ AnyMethod = (
     | SGOPTConfig
     | WSSCSEConfig
     | ESimCSEConfig
+    | ConSERTConfig
 )
 
 MethodConfig = Annotated[AnyMethod, Field(discriminator="name")]

@@ -16,11 +16,12 @@ from stages.methods.registry import MethodConfig
 from tests import tiny
 from tests.processes import in_processes
 
-ROWS, STEPS = 6, 4
+ROWS, STEPS = 6, 3
 OPTIONS: list[dict[str, Any]] = [
     {"name": "wsscse", "generator": "shared"},
     {"name": "wsscse", "generator": "own"},
     {"name": "esimcse", "queue_length": 15, "momentum": 0.7},
+    {"name": "consert", "first": "none"},                      # cutoff is drawn on each worker, as dropout is
 ]
 
 
