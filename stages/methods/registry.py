@@ -7,7 +7,11 @@ from pydantic import Field
 from cluster.errors import InputError
 from stages.methods.angle import AnglEConfig
 from stages.methods.apincse import APINCSEConfig
+from stages.methods.arccse import ArcCSEConfig
+from stages.methods.clusterns import ClusterNSConfig
 from stages.methods.cosent import CoSENTConfig
+from stages.methods.iscse import ISCSEConfig
+from stages.methods.rankcse import RankCSEConfig
 from stages.methods.sbert import SBERTConfig
 from stages.methods.siamese import SiameseConfig
 from stages.methods.simcse import SimCSEConfig, SupervisedSimCSEConfig
@@ -15,6 +19,10 @@ from stages.methods.simcse import SimCSEConfig, SupervisedSimCSEConfig
 AnyMethod = (
     APINCSEConfig
     | SimCSEConfig
+    | ISCSEConfig
+    | ClusterNSConfig
+    | RankCSEConfig
+    | ArcCSEConfig
     | SupervisedSimCSEConfig
     | CoSENTConfig
     | AnglEConfig
