@@ -77,7 +77,7 @@ class ClusterNS(TwoViewMethod):
         metrics: Metrics = {"positive_cosine": (anchors * positives).sum(dim=-1).mean()}
 
         if self.centroids is None:
-            metrics["batch_cosine"] = self._begin(all_points, all_positives.detach())
+            metrics["batch_cosine"] = self._begin(all_points, all_positives.detach(), world)
             loss = info_nce(anchors, all_positives, targets, self.config.temperature)
         else:
             centroids = moved_centroids(self.centroids.to(anchors.device), all_points, self.config.momentum)
@@ -94,10 +94,10 @@ class ClusterNS(TwoViewMethod):
         metrics["clusters_begun"] = anchors.new_tensor(self.centroids is not None)
         return loss, {"loss": loss.detach()} | {name: value.detach() for name, value in metrics.items()}
 
-    def _begin(self, all_points: Tensor, all_positives: Tensor) -> Tensor:
+    def _begin(self, all_points: Tensor, all_positives: Tensor, world: World) -> Tensor:
         """() mean cosine of the global batch; where it is low enough, the next step has clusters."""
         cosines = F.normalize(all_points, dim=-1) @ all_positives.T
-        mean = cosines.mean()
+        mean = world.mean(cosines.mean())                      # to the last bit, so that all begin at one step
         if mean <= self.config.start_cosine:
             self.centroids = scattered_centroids(all_points, cosines, self.config.clusters)
         return mean

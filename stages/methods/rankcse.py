@@ -82,6 +82,11 @@ class RankCSEConfig(MethodSettings):
                 other = load_tokenizer(teacher).get_vocab()
             except InputError as error:
                 raise InputError(f"train.method.{setting}: {error}".replace("encoder.name", setting)) from error
+            if saved_config(resolve(teacher)) is None and self.teacher_pooling == "layer-attention":
+                raise InputError(
+                    f"train.method.{setting}={teacher} has no layer-attention pooling; set "
+                    f"train.method.teacher_pooling to cls or mean, or give an encoder trained with it"
+                )
             if other != vocabulary:
                 raise InputError(
                     f"train.method.{setting}={teacher} has another vocabulary ({len(other)} tokens) than "

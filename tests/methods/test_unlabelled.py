@@ -287,8 +287,8 @@ def test_a_teacher_of_another_vocabulary_or_of_none_is_refused(tmp_path: Path, t
     other = tiny.save_bert(tmp_path / "other")
     tiny.tokenizer().__class__(vocab={word: at for at, word in enumerate(words)}).save_pretrained(other)
 
-    def refused(teacher: str, max_length: int = 8) -> str:
-        settings = TypeAdapter(MethodConfig).validate_python({"name": "rankcse", "teacher": teacher})
+    def refused(teacher: str, max_length: int = 8, **options: Any) -> str:
+        settings = TypeAdapter(MethodConfig).validate_python({"name": "rankcse", "teacher": teacher, **options})
         with pytest.raises(InputError) as error:
             settings.check_encoder(EncoderConfig(name=teachers[1], max_length=max_length))
         assert "\n" not in str(error.value)
@@ -297,6 +297,7 @@ def test_a_teacher_of_another_vocabulary_or_of_none_is_refused(tmp_path: Path, t
     assert "has another vocabulary (65 tokens)" in refused(other)
     assert refused(str(tmp_path / "nothing")).startswith("train.method.teacher: teacher=")
     assert "the 16 positions" in refused(teachers[0], max_length=20)
+    assert "has no layer-attention pooling" in refused(teachers[0], teacher_pooling="layer-attention")
 
 
 def test_a_teachers_folder_is_read_by_training_and_named_wherever_workers_run(
