@@ -108,6 +108,8 @@ def _train(config: Config, settings: TrainConfig, cluster: ClusterConfig) -> Sta
     validation = settings.validation.path if settings.validation else config.evaluate.data or GRADED_SAMPLE
     check_kind(settings.method.name, config.corpus.kind)
     reads = {validation: check_train(job, cluster), **_encoder_files(config.encoder.name)}
+    for name in settings.method.reads_encoders:
+        reads |= _encoder_files(name)
     precision = "" if cluster.precision == "auto" else cluster.precision
     return Stage("train", train, job, ("corpus",), reads, also=precision, indifferent=BOOKKEEPING)
 
@@ -130,10 +132,12 @@ def with_absolute_paths(config: Config) -> Config:
     if source.kind not in ("hub", "python-docs"):
         path = _absolute(source.path)                          # type: ignore[union-attr]
         changes["corpus"] = config.corpus.model_copy(update={"source": source.model_copy(update={"path": path})})
-    if config.train is not None and config.train.validation is not None:
-        validation = config.train.validation
-        validation = validation.model_copy(update={"path": _absolute(validation.path)})
-        changes["train"] = config.train.model_copy(update={"validation": validation})
+    if config.train is not None:
+        train, validation = config.train, config.train.validation
+        if validation is not None:
+            validation = validation.model_copy(update={"path": _absolute(validation.path)})
+        located = {"validation": validation, "method": train.method.located(_absolute)}
+        changes["train"] = train.model_copy(update=located)
     return config.model_copy(update=changes)
 
 

@@ -118,6 +118,7 @@ def check_train(job: TrainJob, cluster: ClusterConfig) -> list[str]:
             f"encoder.max_length={job.encoder.max_length} is more than the {positions} positions of "
             f"{job.encoder.name}; it may be 3 to {positions}"
         )
+    job.train.method.check_encoder(job.encoder)
     job.train.method.check(check_encoder(job.encoder.name).num_hidden_layers, job.train.batch_size)
     if job.train.transfer_tasks and job.evaluation_data is None:
         raise InputError(

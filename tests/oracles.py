@@ -268,3 +268,88 @@ def nt_xent(first: Rows, second: Rows, temperature: float) -> float:
         logits = [cosine(anchor, views[j]) / temperature for j in others]
         losses.append(cross_entropy(logits, others.index((i + n) % (2 * n))))
     return sum(losses) / len(losses)
+
+
+def angular_margin_info_nce(
+    anchors: Rows, candidates: Rows, targets: Sequence[int], temperature: float, degrees: float
+) -> float:
+    """ArcCSE: the positive's angle is larger by a margin."""
+    losses = []
+    for anchor, target in zip(anchors, targets, strict=True):
+        angles = [math.acos(max(-1.0, min(1.0, cosine(anchor, candidate)))) for candidate in candidates]
+        angles[target] += math.radians(degrees)
+        losses.append(cross_entropy([math.cos(angle) / temperature for angle in angles], target))
+    return sum(losses) / len(losses)
+
+
+class ClusterNS:
+    """The whole loss, with a list of centroids."""
+
+    def __init__(self, **options: object) -> None:
+        self.options = options
+        self.centroids: list[Vector] = []
+
+    def loss(self, anchors: Rows, positives: Rows) -> tuple[float, dict[str, float]]:
+        """One step with N embeddings of each view: the loss, and its parts once there are clusters."""
+        o, n = self.options, len(anchors)
+        cosines = [[cosine(anchor, positive) for positive in positives] for anchor in anchors]
+        if not self.centroids:
+            if sum(map(sum, cosines)) / n**2 <= o["start_cosine"]:
+                self._scatter(anchors, cosines)
+            return info_nce(anchors, positives, range(n), o["temperature"]), {}
+        self._move(anchors)
+        ranked = [self._ranked(anchor) for anchor in anchors]
+        negatives = [self.centroids[order[1]] for order in ranked]
+        contrast, margin = 0.0, 0.0
+        for i, anchor in enumerate(anchors):
+            logits = [value / o["temperature"] for value in cosines[i]]
+            if o["negative_weight"] > 0:
+                own = math.log(o["negative_weight"])
+                logits += [cosine(anchor, negative) / o["temperature"] + own for negative in negatives]
+            contrast += cross_entropy(logits, i) / n
+            for j in range(n):
+                if j != i and ranked[i][0] == ranked[j][0]:
+                    difference = cosines[i][j] - cosines[i][i]
+                    margin += (max(0.0, difference + o["alpha"]) + max(0.0, -difference - o["beta"])) / n**2
+        return contrast + o["margin_weight"] * margin, {"loss_contrast": contrast, "loss_margin": margin}
+
+    def _ranked(self, point: Vector) -> list[int]:
+        return sorted(range(len(self.centroids)), key=lambda at: -cosine(point, self.centroids[at]))
+
+    def _scatter(self, anchors: Rows, cosines: Sequence[Sequence[float]]) -> None:
+        chosen = [0]
+        while len(chosen) < self.options["clusters"]:
+            others = [at for at in range(len(anchors)) if at not in chosen]
+            chosen.append(min(others, key=lambda at: cosines[chosen[-1]][at]))
+        self.centroids = [anchors[at] for at in chosen]
+
+    def _move(self, anchors: Rows) -> None:
+        clusters = [self._ranked(anchor)[0] for anchor in anchors]
+        gamma = self.options["momentum"]
+        for at in set(clusters):
+            total = sum(anchor for anchor, cluster in zip(anchors, clusters, strict=True) if cluster == at)
+            self.centroids[at] = (1 - gamma) * self.centroids[at] + gamma * total
+
+
+def jensen_shannon(first: Sequence[float], second: Sequence[float]) -> float:
+    """RankCSE: of the softmaxes of two lists of logits."""
+    total = 0.0
+    for p, q in zip(softmax(first), softmax(second), strict=True):
+        total += (p * math.log(2 * p / (p + q)) + q * math.log(2 * q / (p + q))) / 2
+    return total
+
+
+def listnet(student: Sequence[float], teacher: Sequence[float]) -> float:
+    """RankCSE: the cross-entropy of the softmaxes of two lists of logits."""
+    chances = zip(softmax(teacher), softmax(student), strict=True)
+    return -sum(wanted * math.log(given) for wanted, given in chances)
+
+
+def listmle(student: Sequence[float], teacher: Sequence[float]) -> float:
+    """RankCSE: -log of drawing places in the teacher's order, each out of those that remain."""
+    left = sorted(range(len(teacher)), key=lambda at: -teacher[at])
+    total = 0.0
+    while left:
+        total += cross_entropy([student[at] for at in left], 0)
+        left = left[1:]
+    return total

@@ -4,35 +4,24 @@ from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from cluster.errors import InputError
-from cluster.queue import Queue
 from cluster.world import World
 from stages.encoder import Encoder, Encoding, Layers
-from stages.methods.base import MLP, MethodSettings, Metrics, TwoViewMethod, own_rows
-from stages.methods.functional import (
-    augmented_positives,
-    hard_negative_info_nce,
-    info_nce,
-    nearest,
-    nearest_layer,
-    own_negative_info_nce,
-)
+from stages.methods.base import MLP, Metrics, own_rows
+from stages.methods.functional import hard_negative_info_nce, info_nce, nearest_layer, own_negative_info_nce
+from stages.methods.neighbourhood import NeighbourhoodMethod, NeighbourhoodSettings
 
 
-class APINCSEConfig(MethodSettings):
+class APINCSEConfig(NeighbourhoodSettings):
     """The method's parameters, and the readings that its paper leaves open."""
 
     name: Literal["apincse"]
-    temperature: PositiveFloat = 0.05
     instance_weight: NonNegativeFloat = 1.0                    # w_I, equation 20
     augmented_weight: NonNegativeFloat = 1.0                   # w_P
     negative_weight: NonNegativeFloat = 1.0                    # w_N
-    queue_length: PositiveInt = 1024                           # L
-    neighbours: PositiveInt = 16                               # k
-    beta: PositiveFloat = 2.0                                  # the neighbourhood's softmax temperature
     anchor_norm: Literal["unit", "raw"] = "unit"               # of the live positive in equations 13-14
     include_self: bool = False                                 # let a positive retrieve the copy just pushed
     queue_warmup: Literal["full", "none"] = "full"             # full: no augmented loss before the queue is full
@@ -52,17 +41,8 @@ class APINCSEConfig(MethodSettings):
         Raises:
             InputError: with the one setting to change.
         """
+        super().check(depth, batch_size)
         method = "train.method"
-        if self.queue_length < batch_size:
-            raise InputError(
-                f"{method}.queue_length={self.queue_length} is shorter than train.batch_size={batch_size}, of which "
-                f"every sentence is pushed at each step; use a queue_length of at least {batch_size}"
-            )
-        if self.neighbours >= self.queue_length:
-            raise InputError(
-                f"{method}.neighbours={self.neighbours} is not less than {method}.queue_length={self.queue_length}; "
-                f"it may be 1 to {self.queue_length - 1}"
-            )
         if depth < 3:
             raise InputError(
                 f"the encoder has {depth} layers; APINCSE needs at least 3, to choose a hard negative among layers "
@@ -79,13 +59,12 @@ class APINCSEConfig(MethodSettings):
         return APINCSE(encoder, self)
 
 
-class APINCSE(TwoViewMethod):
+class APINCSE(NeighbourhoodMethod):
     """l = w_I l_I + w_P l_P + w_N l_N, equation 20."""
 
     def __init__(self, encoder: Encoder, config: APINCSEConfig) -> None:
-        super().__init__(encoder, config.mlp)
+        super().__init__(encoder, config, config.mlp)
         self.config = config
-        self.queue = Queue(config.queue_length, encoder.dimension)
 
     def loss(self, first: Encoding, second: Encoding, world: World) -> tuple[Tensor, Metrics]:
         """The weighted sum of the three losses of this worker's anchors, against the global batch."""
@@ -104,10 +83,11 @@ class APINCSE(TwoViewMethod):
         }
         if config.augmented_weight > 0:
             own_places = self.queue.push(all_positives)[targets]
-            metrics["queue_fill"] = anchors.new_tensor(len(self.queue.rows) / self.queue.length)
+            metrics["queue_fill"] = self.queue_fill(anchors)
             if self.queue.full or config.queue_warmup == "none":
                 live = positives if config.anchor_norm == "unit" else raw_positives
-                augmented = self._augmented(anchors, positives, live, own_places, targets, world)
+                excluded = None if config.include_self else own_places
+                augmented = self.augmented_loss(anchors, positives, live, excluded, targets, world)
                 loss = loss + config.augmented_weight * augmented
                 metrics["loss_augmented"] = augmented
         if config.negative_weight > 0:
@@ -119,15 +99,6 @@ class APINCSE(TwoViewMethod):
             for layer in range(1, self.encoder.depth):
                 metrics[f"negative_layer/{layer}"] = (chosen == layer).float().mean()
         return loss, {"loss": loss.detach()} | {name: value.detach() for name, value in metrics.items()}
-
-    def _augmented(
-        self, anchors: Tensor, positives: Tensor, live: Tensor, own_places: Tensor, targets: Tensor, world: World
-    ) -> Tensor:
-        """l_P, equations 10-15."""
-        excluded = None if self.config.include_self else own_places
-        neighbours = nearest(positives.detach(), self.queue.rows, self.config.neighbours, excluded)
-        augmented = F.normalize(augmented_positives(live, neighbours, self.config.beta), dim=-1)
-        return info_nce(anchors, world.gather(augmented), targets, self.config.temperature)
 
     def _hard_negatives(self, layers: Layers) -> tuple[Tensor, Tensor]:
         """(n,) the layer chosen for each sentence and (n, d) its unit [CLS] vectors, equations 16-17."""
@@ -150,11 +121,3 @@ class APINCSE(TwoViewMethod):
             return own_negative_info_nce(anchors, all_positives, negatives, targets, temperature, negative_temperature)
         gathered = world.gather(negatives)
         return hard_negative_info_nce(anchors, all_positives, gathered, targets, temperature, negative_temperature)
-
-    def resume_state(self) -> dict[str, Tensor]:
-        """The queue."""
-        return self.queue.state()
-
-    def load_resume_state(self, state: dict[str, Tensor]) -> None:
-        """Take up the queue."""
-        self.queue.load_state(state)

@@ -1,7 +1,8 @@
 """What every training method is."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from cluster.world import World
-from stages.encoder import Encoder, Encoding, Layers, MLPHead
+from stages.encoder import Encoder, EncoderConfig, Encoding, Layers, MLPHead
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,22 @@ class MethodSettings(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
         Raises:
             InputError: with the one setting to change.
         """
+
+    def check_encoder(self, encoder: EncoderConfig) -> None:
+        """Refuse an encoder that the method cannot train; any will do, unless a method says otherwise.
+
+        Raises:
+            InputError: with the setting to change.
+        """
+
+    @property
+    def reads_encoders(self) -> tuple[str, ...]:
+        """Names or folders of other encoders that the method needs, such as teachers."""
+        return ()
+
+    def located(self, absolute: Callable[[str], str]) -> Self:
+        """The settings with ``absolute`` applied to all of ``reads_encoders``, for workers in folders of their own."""
+        return self
 
 
 class Method(nn.Module):

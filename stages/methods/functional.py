@@ -1,5 +1,7 @@
 """The losses, as pure functions on tensors. Vectors are float32; cosines are dot products of unit vectors."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -75,6 +77,7 @@ def hard_negative_info_nce(
     targets: Tensor,
     temperature: float,
     negative_temperature: float,
+    negative_weight: float = 1.0,
 ) -> Tensor:
     """Cross-entropy of finding each anchor's positive among all candidates and all hard negatives.
 
@@ -85,14 +88,15 @@ def hard_negative_info_nce(
         targets: (B,) int64, the row of ``candidates`` that is anchor i's positive.
         temperature: divides the cosines to the candidates.
         negative_temperature: divides the cosines to the negatives; 1 is the paper's formula as printed.
+        negative_weight: how often each hard negative counts; > 0.
 
     Returns:
         () mean over anchors, in nats.
 
-    Source: APINCSE, equation 19; SimCSE, equation 5, with equal temperatures.
+    Source: APINCSE, equation 19; SimCSE, equation 5, with equal temperatures; ClusterNS, with a weight mu.
     """
-    logits = torch.cat([anchors @ candidates.T / temperature, anchors @ negatives.T / negative_temperature], dim=1)
-    return F.cross_entropy(logits, targets)
+    negative_logits = anchors @ negatives.T / negative_temperature + math.log(negative_weight)
+    return F.cross_entropy(torch.cat([anchors @ candidates.T / temperature, negative_logits], dim=1), targets)
 
 
 def own_negative_info_nce(
@@ -109,6 +113,31 @@ def own_negative_info_nce(
     """
     own = (anchors * negatives).sum(dim=1, keepdim=True) / negative_temperature
     return F.cross_entropy(torch.cat([anchors @ candidates.T / temperature, own], dim=1), targets)
+
+
+def angular_margin_info_nce(
+    anchors: Tensor, candidates: Tensor, targets: Tensor, temperature: float, margin: float
+) -> Tensor:
+    """Like :func:`info_nce`, with the angle to an anchor's positive made larger by a margin.
+
+    Args:
+        anchors: (B, D) unit vectors.
+        candidates: (N, D) unit vectors.
+        targets: (B,) int64, the row of ``candidates`` that is anchor i's positive.
+        temperature: divides cosines.
+        margin: m in radians, 0 to pi / 2.
+
+    Returns:
+        () mean over anchors, in nats.
+
+    Source: ArcCSE, section 3.2, ACL 2022. Where two views are equal the sine's slope has no bound, so the sine is
+    held at 0.001, less than a tenth of a degree.
+    """
+    cosines = anchors @ candidates.T                                               # (B, N)
+    positive = cosines.gather(1, targets[:, None])                                 # (B, 1)
+    sine = (1 - positive**2).clamp(min=1e-6).sqrt()
+    turned = positive * math.cos(margin) - sine * math.sin(margin)                 # cos(angle + m)
+    return F.cross_entropy(cosines.scatter(1, targets[:, None], turned) / temperature, targets)
 
 
 def nearest(queries: Tensor, rows: Tensor, k: int, excluded: Tensor | None) -> Tensor:

@@ -7,10 +7,14 @@ from pydantic import Field
 from cluster.errors import InputError
 from stages.methods.angle import AnglEConfig
 from stages.methods.apincse import APINCSEConfig
+from stages.methods.arccse import ArcCSEConfig
+from stages.methods.clusterns import ClusterNSConfig
 from stages.methods.consert import ConSERTConfig
 from stages.methods.cosent import CoSENTConfig
 from stages.methods.diffcse import DiffCSEConfig
 from stages.methods.esimcse import ESimCSEConfig
+from stages.methods.iscse import ISCSEConfig
+from stages.methods.rankcse import RankCSEConfig
 from stages.methods.sbert import SBERTConfig
 from stages.methods.sg_opt import SGOPTConfig
 from stages.methods.siamese import SiameseConfig
@@ -21,6 +25,10 @@ from stages.methods.wsscse import WSSCSEConfig
 AnyMethod = (
     APINCSEConfig
     | SimCSEConfig
+    | ISCSEConfig
+    | ClusterNSConfig
+    | RankCSEConfig
+    | ArcCSEConfig
     | SupervisedSimCSEConfig
     | CoSENTConfig
     | AnglEConfig

@@ -16,6 +16,7 @@ from pipeline.store import Store
 from stages.corpus.config import CorpusConfig
 from stages.encoder import PACKAGED
 from stages.methods.apincse import APINCSEConfig
+from tests import tiny
 
 BACKBONES = {
     "google-bert/bert-base-uncased": BertConfig(num_hidden_layers=12),
@@ -30,6 +31,15 @@ PAPER = {                                                      # batch, learning
     "bert-large": (64, 1e-5, 23),
     "roberta-base": (512, 1e-5, 11),
     "roberta-large": (512, 3e-5, 23),
+}
+
+
+METHODS = {                                                    # batch, learning rate and pooling of BERT-base
+    "is-cse": ("is-cse", 64, 3e-5, "cls"),
+    "cluster-ns": ("cluster-ns", 256, 5e-5, "cls"),
+    "rankcse": ("rankcse", 128, 3e-5, "cls"),
+    "arccse": ("arccse", 64, 3e-5, "cls"),
+    "lapcse": ("simcse", 64, 3e-5, "layer-attention"),
 }
 
 
@@ -67,9 +77,12 @@ def with_data_made_here(config: Config, folder: Path) -> Config:
     if config.encoder.name not in PACKAGED:
         backbone = BACKBONES.get(config.encoder.name, BertConfig())
         backbone.save_pretrained(folder / "encoder")
+        tiny.tokenizer().save_pretrained(folder / "encoder")
         values["encoder"]["name"] = str(folder / "encoder")
         if config.train is not None and config.train.method.name == "diffcse":
             values["train"]["method"]["generator"] = str(folder / "encoder")
+    if config.train is not None:                               # a teacher like the encoder
+        values["train"]["method"] = config.train.method.located(lambda _: str(folder / "encoder")).model_dump()
     return Config.model_validate(values)
 
 
@@ -132,6 +145,17 @@ def test_the_papers_settings_are_the_papers(name: str) -> None:
     assert config.encoder.pooling == "layer-attention"
     assert config.evaluate.max_length is None                  # no cap at test
     assert config.evaluate.sts == "all"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_methods_have_their_papers_settings_for_bert_base(name: str) -> None:
+    config = load_config(name)
+    assert config.train is not None
+    train = config.train
+    assert (train.method.name, train.batch_size, train.learning_rate, config.encoder.pooling) == METHODS[name]
+    assert (train.dropout, train.eval_every, train.warmup, train.steps, train.epochs) == (0.1, 125, 0.0, None, 1)
+    assert (config.encoder.name, config.encoder.max_length) == ("google-bert/bert-base-uncased", 32)
+    assert (config.cluster.device, config.cluster.precision) == ("gpu", "bf16")
 
 
 @pytest.mark.parametrize("name", PAPER)
