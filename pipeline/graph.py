@@ -123,7 +123,7 @@ def _encoder_files(name: str) -> dict[str, list[str]]:
 def with_absolute_paths(config: Config) -> Config:
     """Make what exists on this machine absolute, for workers run in folders of their own."""
     changes: dict[str, object] = {
-        "encoder": config.encoder.model_copy(update={"name": _absolute(config.encoder.name)}),
+        "encoder": config.encoder.model_copy(update={"name": _real(config.encoder.name)}),
     }
     data = None if config.evaluate.data is None else _absolute(config.evaluate.data)
     similarity = tuple(_with_absolute_files(each) for each in config.evaluate.similarity)
@@ -136,7 +136,7 @@ def with_absolute_paths(config: Config) -> Config:
         train, validation = config.train, config.train.validation
         if validation is not None:
             validation = validation.model_copy(update={"path": _absolute(validation.path)})
-        located = {"validation": validation, "method": train.method.located(_absolute)}
+        located = {"validation": validation, "method": train.method.located(_real)}
         changes["train"] = train.model_copy(update=located)
     return config.model_copy(update=changes)
 
@@ -146,6 +146,12 @@ def _with_absolute_files(chosen: SimilaritySet) -> SimilaritySet:
     if chosen.kind == "file" and chosen.validation is not None:
         files["validation"] = _absolute(chosen.validation)
     return chosen.model_copy(update=files)
+
+
+def _real(name: str) -> str:
+    """As :func:`_absolute`, and behind links: that to a run's encoder points elsewhere once the run is repeated."""
+    path = _absolute(name)
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 def _absolute(path: str) -> str:

@@ -172,6 +172,11 @@ def notes(scores: Mapping[str, Any]) -> list[str]:
             f"{after['n_truncated']:,} of {after['n_sentences']:,} sentences were longer than the encoder takes "
             "and were cut off."
         )
+    if _tasks(after, "transfer"):
+        lines.append(
+            "Transfer: SentEval's folds and penalties; its regressions are solved exactly, where SentEval stops Adam "
+            "early, so accuracies of small sets may differ from SentEval's by a point or two."
+        )
     lines += dict.fromkeys(text for score in _all_scores(scores) for text in score.get("notes", []))
     return lines
 

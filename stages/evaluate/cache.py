@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
@@ -89,7 +90,7 @@ def write(folder: Path, encoded: Encoded) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256("\0".join([*encoded.vectors, *encoded.rows]).encode()).hexdigest()[:16]
-    aside = folder / f".{name}.partial"
+    aside = folder / f".{name}-{uuid4().hex}.partial"          # another run may write the same at the same time
     pq.write_table(pa.table(columns), aside, write_page_checksum=True)
     aside.replace(folder / f"{name}.parquet")
 

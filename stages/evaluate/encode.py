@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,9 @@ from stages.encoder import Encoder, load_tokenizer
 from stages.evaluate import cache
 from stages.evaluate.encoded import Encoded
 
-BATCHES_PER_TASK = 4                                           # enough to outweigh a task's start, few enough to spread
+BATCHES_PER_TASK = {"cpu": 4, "cuda": 64}                      # enough to outweigh a task's start, few enough to
+                                                               # spread; a task on a GPU starts a process of its own
+TASKS_PER_FILE = 16                                            # whose embeddings are kept at once
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class EncodeTask:
     """What a worker needs to encode some sentences."""
 
     encoder: str
+    content: str | None                                        # key of the encoder's content, if it was computed
     sentences: tuple[str, ...]
     poolings: tuple[str, ...]
     batch_size: int
@@ -70,16 +74,18 @@ def encode(
     folder = kept / key if kept is not None and key is not None else None
     known = cache.read(folder, distinct, poolings) if folder is not None else Encoded.nothing(poolings)
     missing = [text for text in distinct if text not in known.rows]
-    size = BATCHES_PER_TASK * batch_size
+    size = BATCHES_PER_TASK[device] * batch_size
     tasks = [
-        EncodeTask(encoder, tuple(missing[start : start + size]), poolings, batch_size, max_length, device)
+        EncodeTask(encoder, key, tuple(missing[start : start + size]), poolings, batch_size, max_length, device)
         for start in range(0, len(missing), size)
     ]
-    parts = list(_run(tasks, cluster, lambda done: report(len(known.rows) + done, len(distinct))))
-    fresh = Encoded.joined(parts, poolings)
-    if folder is not None:
-        cache.write(folder, fresh)
-    return Encoded.joined([known, fresh], poolings)
+    parts = [known]
+    running = _run(tasks, cluster, lambda done: report(len(known.rows) + done, len(distinct)))
+    while some := list(islice(running, TASKS_PER_FILE)):
+        parts.append(Encoded.joined(some, poolings))
+        if folder is not None:
+            cache.write(folder, parts[-1])
+    return Encoded.joined(parts, poolings)
 
 
 def _run(tasks: Sequence[EncodeTask], cluster: ClusterConfig, report: Callable[[int], None]) -> Iterator[Encoded]:
@@ -94,7 +100,7 @@ def _run(tasks: Sequence[EncodeTask], cluster: ClusterConfig, report: Callable[[
 
 def encode_task(task: EncodeTask) -> Encoded:
     """Encode a task's sentences, which are distinct, in this process."""
-    encoder, tokenizer = _load(task.encoder, task.device)
+    encoder, tokenizer = _load(task.encoder, task.content, task.device)
     return embed(encoder, tokenizer, task.sentences, task.poolings, task.batch_size, task.max_length)
 
 
@@ -165,6 +171,6 @@ def _check_finite(task: EncodeTask, part: Encoded) -> None:
 
 
 @lru_cache(maxsize=1)
-def _load(encoder: str, device: str) -> tuple[Encoder, PreTrainedTokenizerFast]:
-    """An encoder and its tokenizer, kept for a worker's next tasks."""
+def _load(encoder: str, _content: str | None, device: str) -> tuple[Encoder, PreTrainedTokenizerFast]:
+    """An encoder and its tokenizer, kept for a worker's next tasks with the same content under this name."""
     return Encoder.load(encoder).to(device), load_tokenizer(encoder)

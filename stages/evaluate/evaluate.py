@@ -79,6 +79,7 @@ def evaluate(job: EvaluateJob, *inputs: TrainedEncoder | Corpus | LabelledRows, 
     for pooling in job.poolings:
         space = _Space(encoded, pooling, job.evaluate.whitening, fitted_on)
         scores[pooling] = _score(job, data, space, context) | about
+    shutil.rmtree(context.out / "features", ignore_errors=True)
     (context.out / "scores.json").write_text(json.dumps(scores, indent=2, allow_nan=False) + "\n")
     return Scores(context.out)
 
@@ -125,7 +126,7 @@ class _Space:
         """The embeddings that one task is scored with, whose sentences these are."""
         if self._whitening is None:
             return self._plain
-        fitted = self._of_corpus or Whitening.fit(self._plain(sorted(set(sentences))), self._whitening.dimensions)
+        fitted = self._of_corpus or Whitening.fit(self._plain(sentences), self._whitening.dimensions)
         return lambda texts: fitted(self._plain(texts))
 
     def layer_similarity(self, sentences: Sequence[str]) -> NDArray[np.float32]:
@@ -150,7 +151,7 @@ def _score(job: EvaluateJob, data: EvaluationData, space: _Space, context: Conte
                 similarity[name] = similarity_scores(other, cosines[name], validation)
         except InputError as error:
             raise InputError(f"{name}, {space.pooling} pooling: {error}") from None
-    transfer = _transfer(job.evaluate, data, embed, context)
+    transfer = _transfer(job.evaluate, data, embed, context, context.out / "features" / space.pooling)
     measured = next((task for task in ("STS-B", GRADED_SAMPLE, *data.sts) if task in data.sts), None)
     shape = geometry(data.sts[measured], embed[measured], space.layer_similarity) if measured else {}
     return {
@@ -162,9 +163,9 @@ def _score(job: EvaluateJob, data: EvaluationData, space: _Space, context: Conte
 
 
 def _transfer(
-    config: EvaluateConfig, data: EvaluationData, embed: dict[str, Embed], context: Context
+    config: EvaluateConfig, data: EvaluationData, embed: dict[str, Embed], context: Context, scratch: Path
 ) -> dict[str, dict[str, object]]:
-    progress, scratch = context.progress, context.out / "features"
+    progress = context.progress
     on_cpus = context.cluster.model_copy(update={"device": "cpu"})
     scores: dict[str, dict[str, object]] = {}
     for name, task in data.transfer.items():
@@ -173,10 +174,9 @@ def _transfer(
             embed[name],
             config.protocol,
             lambda items: map_tasks(select_and_test, items, on_cpus),
-            scratch,
+            scratch / name,                                    # never reused: another node may see an older file
             report=lambda done, total, name=name: progress.update(done, total, "folds", name),  # type: ignore[misc]
         )}
-        shutil.rmtree(scratch)
     return scores
 
 
@@ -236,7 +236,7 @@ def _whitening_notes(whitening: WhiteningConfig | None, fitted_on: int) -> list[
     if whitening is None:
         return []
     kept = f"{whitening.dimensions} dimensions" if whitening.dimensions else "all dimensions"
-    on = f"{fitted_on:,} sentences of the corpus" if fitted_on else "the sentences of each task itself, test included"
+    on = f"{fitted_on:,} sentences of the corpus" if fitted_on else "each task's own test sentences with repetitions"
     return [f"Embeddings were whitened ({kept}), fitted on {on}."]
 
 

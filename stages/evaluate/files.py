@@ -5,8 +5,11 @@ import gzip
 import io
 import json
 import math
+import zlib
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from pathlib import Path
+from types import NoneType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,11 +29,16 @@ def read_lines(path: Path, encodings: Sequence[str] = ("utf-8",)) -> list[str]:
         encodings: the first that fits the whole file is taken.
 
     Raises:
-        InputError: there is no such file, or a line is not in the last of the encodings.
+        InputError: there is no such file, it is damaged, or a line is not in the last of the encodings.
     """
     if not path.is_file():
         raise InputError(f"{path}: no such file")
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise InputError(f"{path} is not a whole gzip file ({error}); fetch it again") from None
     lines = content.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\n").split(b"\n") if content else []
     *preferred, encoding = encodings
     encoding = next((each for each in preferred if _fits(content, each)), encoding)
@@ -116,12 +124,13 @@ def typed_row(values: Iterable[object], columns: Sequence[str | int], path: Path
     """Values of typed columns as they would stand in a csv file: truth values as 1 and 0, null as nothing.
 
     Raises:
-        InputError: one is a list or an object.
+        InputError: one is neither text nor a number.
     """
     row = []
     for column, value in zip(columns, values, strict=True):
-        if isinstance(value, (list, dict)):
-            kind = "a list" if isinstance(value, list) else "an object"
+        if not isinstance(value, (str, int, float, Decimal, NoneType)):
+            names = {"list": "a list", "dict": "an object", "bytes": "bytes"}
+            kind = names.get(type(value).__name__, f"a {type(value).__name__}")
             raise InputError(f"{path}, line {line}: column {column} holds {kind}; name one with a text or a number")
         plain = int(value) if isinstance(value, bool) else value
         row.append("" if plain is None else str(plain))
@@ -129,7 +138,10 @@ def typed_row(values: Iterable[object], columns: Sequence[str | int], path: Path
 
 
 def require_columns(path: Path, columns: Sequence[str | int], present: Sequence[str]) -> None:
-    """InputError unless all of ``columns`` are among those that the file has."""
+    """InputError unless each of ``columns`` is among those that the file has, and once."""
+    twice = next((column for column in columns if present.count(str(column)) > 1), None)
+    if twice is not None:
+        raise InputError(f"{path}: there are {present.count(str(twice))} columns {twice}; give them names of their own")
     missing = [str(column) for column in columns if column not in present]
     if missing:
         raise InputError(f"{path}: no column {', '.join(missing)}; it has {', '.join(present) or 'none'}")

@@ -50,7 +50,19 @@ def load_similarity(chosen: SimilaritySet) -> SimilarityData:
             f"evaluate.similarity {chosen.name}: its test labels are 0 and 1, but validation={chosen.validation} has "
             f"{_no_binary_label(validation):g}; name pairs with labels 0 and 1, or leave validation out"
         )
+    _require_other_pairs(chosen, test, validation)
     return SimilarityData(test, validation, binary)
+
+
+def _require_other_pairs(chosen: SimilaritySet, test: ScoredPairs, validation: ScoredPairs) -> None:
+    """Refuse validation pairs that are the test pairs under another name; a few that are in both are usual."""
+    tested, validated = (set(zip(pairs.first, pairs.second, strict=True)) for pairs in (test, validation))
+    same = len(tested & validated)
+    if same > len(tested) / 2:
+        raise InputError(
+            f"evaluate.similarity {chosen.name}: {same} of {len(tested)} test pairs are in validation="
+            f"{chosen.validation}, and a threshold chosen on test pairs would flatter; name other pairs"
+        )
 
 
 def similarity_files(chosen: SimilaritySet) -> list[str]:

@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from cluster.config import ClusterConfig
 from cluster.launch import map_tasks
+from stages.evaluate import cache
+from stages.evaluate import encode as encoding
 from stages.evaluate.cache import encoder_key
 from stages.evaluate.encode import EncodeTask, encode
 from stages.evaluate.encoded import Encoded
@@ -76,6 +79,45 @@ def test_the_key_is_the_content_of_the_encoder_and_not_its_place(tiny_bert: str,
     weights["embeddings.word_embeddings.weight"] += torch.tensor(1e-3)
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
     assert encoder_key(str(copy), 24, "cpu") != key
+
+
+def test_weights_that_are_written_over_are_loaded_anew(tiny_bert: str, tmp_path: Path) -> None:
+    """Else the old weights' vectors would be kept as those of the new ones."""
+    encoder, kept = tmp_path / "encoder", tmp_path / "kept"
+    shutil.copytree(tiny_bert, encoder)
+    before = run(str(encoder), ["a dog"], kept).of("cls", ["a dog"])
+    weights = load_file(encoder / "model.safetensors")
+    weights["embeddings.word_embeddings.weight"] *= 2
+    save_file(weights, encoder / "model.safetensors", {"format": "pt"})
+    after = run(str(encoder), ["a dog"], kept).of("cls", ["a dog"])
+    copy = tmp_path / "copy"
+    shutil.copytree(encoder, copy)
+    np.testing.assert_allclose(after, run(str(copy), ["a dog"], None).of("cls", ["a dog"]), atol=1e-6)
+    assert np.abs(after - before).max() > 0.01
+
+
+def test_what_was_encoded_before_a_run_broke_off_is_kept(
+    tiny_bert: str, sentences: Callable[[int], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = sorted(set(sentences(60)), key=lambda text: (-len(text), text))
+    monkeypatch.setitem(encoding.BATCHES_PER_TASK, "cpu", 1)   # tasks of 4 sentences, files of 2 tasks
+    monkeypatch.setattr(encoding, "TASKS_PER_FILE", 2)
+
+    def interrupt(done: int, _total: int) -> None:
+        if done >= 24:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode(tiny_bert, texts, ("cls",), 4, 24, ClusterConfig(), interrupt, tmp_path)
+    kept = cache.read(next(tmp_path.iterdir()), texts, ("cls",))
+    assert list(kept.rows) == texts[:24]
+
+
+def test_two_runs_may_keep_the_same_embeddings_at_the_same_time(tiny_bert: str, tmp_path: Path) -> None:
+    encoded = run(tiny_bert, ["a dog", "two cat"], None)
+    with ThreadPoolExecutor(8) as writers:
+        list(writers.map(lambda _: cache.write(tmp_path, encoded), range(40)))
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_damaged_file_is_passed_over_with_a_warning(

@@ -21,8 +21,8 @@ def test_a_transfer_set_of_another_size_than_published_is_refused_with_both_coun
 
 
 def test_every_file_that_decides_a_score_is_known_to_the_store(transfer: Path, tmp_path: Path) -> None:
-    for name in ("test.tsv", "valid.tsv"):
-        (tmp_path / name).write_text("a\tb\t1\nc\td\t0\n")
+    for name, first in (("test.tsv", "a"), ("valid.tsv", "e")):
+        (tmp_path / name).write_text(f"{first}\tb\t1\n{first}\td\t0\n")
     test, validation = str(tmp_path / "test.tsv"), str(tmp_path / "valid.tsv")
     similarity = [{"name": "mine", "path": test, "columns": [0, 1, 2], "validation": validation}]
     reads = check_evaluation(config(transfer, sts=["STS-B"], transfer=["MRPC"], similarity=similarity))

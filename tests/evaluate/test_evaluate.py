@@ -100,7 +100,7 @@ def test_transfer_tasks_and_other_pairs_are_scored_beside_sts(
 ) -> None:
     texts = load_pairs(str(transfer), "STS16").first
     lines = [f"{text}\t{text if row % 2 else texts[row - 1]}\t{row % 2}\n" for row, text in enumerate(texts)]
-    (tmp_path / "binary.tsv").write_text("".join(lines))
+    (tmp_path / "binary.tsv").write_text("".join(lines[10:]))
     (tmp_path / "valid.tsv").write_text("".join(lines[:10]))
     binary = {"name": "alike", "path": str(tmp_path / "binary.tsv"), "columns": [0, 1, 2]}
     scores = score(
@@ -141,7 +141,7 @@ def test_whitening_is_fitted_on_each_task_or_on_the_corpus_and_said(
     assert shares["evaluation"] < 0.3 < shares["none"]
     assert len({scores["sts"]["avg_spearman"] for scores in found.values()}) == 3
     assert found["none"]["notes"] == []
-    assert "fitted on the sentences of each task itself" in found["evaluation"]["notes"][0]
+    assert "fitted on each task's own test sentences" in found["evaluation"]["notes"][0]
     assert "(8 dimensions), fitted on 50 sentences of the corpus" in found["corpus"]["notes"][0]
 
 

@@ -88,12 +88,13 @@ def test_every_format_gives_the_same_binary_pairs(name: str, tmp_path: Path) -> 
 
 def test_a_hub_set_gives_the_pairs_of_its_splits(tmp_path: Path, hub_cache: None) -> None:
     rows = [("one dog", "a dog", 1), ("two men", "a cat", 0)]
-    folder = hub_folder(tmp_path / "hub", test=rows, validation=[*rows, ("red", "green", 0)])
+    others = [("a man", "a human", 1), ("red", "green", 0)]
+    folder = hub_folder(tmp_path / "hub", test=rows, validation=others)
     data = load_similarity(chosen(folder, kind="hub", validation="validation"))
     assert data.binary
     assert data.test.gold.tolist() == [1, 0]
     assert data.validation is not None
-    assert data.validation.second == ("a dog", "a cat", "green")
+    assert data.validation.second == ("a human", "green")
     assert data.sentences == (*data.test.first, *data.test.second, *data.validation.first, *data.validation.second)
 
 
@@ -328,3 +329,32 @@ def test_cosines_that_are_all_equal_are_an_input_error() -> None:
     _, gold = drawn(1, size=20, decimals=3)
     with pytest.raises(InputError, match="all 20 cosines are"):
         similarity_scores(SimilarityData(pairs(gold), None, True), np.full(20, 0.5), None)
+
+
+@pytest.mark.parametrize("value", [None, b"bytes", [1]], ids=str)
+def test_a_sentence_that_is_no_text_is_refused_and_not_scored_as_its_name(tmp_path: Path, value: object) -> None:
+    columns = {"sentence1": [value, value], "sentence2": ["a", "b"], "label": [0, 1]}
+    pq.write_table(pa.table(columns), tmp_path / "pairs.parquet")
+    with pytest.raises(InputError, match=r"pairs\.parquet, line 1: (an empty sentence|column sentence1 holds)"):
+        load_similarity(SimilaritySet(name="own", path=str(tmp_path / "pairs.parquet")))
+
+
+def test_a_column_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pairs.csv").write_text("sentence1,sentence2,label,label\na,b,0,1\nc,d,1,0\n")
+    with pytest.raises(InputError, match=r"there are 2 columns label; give them names of their own"):
+        load_similarity(SimilaritySet(name="own", path=str(tmp_path / "pairs.csv")))
+
+
+def test_a_copy_of_the_test_pairs_does_not_choose_the_threshold(tmp_path: Path) -> None:
+    for name in ("test.csv", "copy.csv"):
+        (tmp_path / name).write_text("sentence1,sentence2,label\na,b,0\nc,d,1\n")
+    chosen = SimilaritySet(name="own", path=str(tmp_path / "test.csv"), validation=str(tmp_path / "copy.csv"))
+    with pytest.raises(InputError, match="2 of 2 test pairs are in validation="):
+        load_similarity(chosen)
+
+
+def test_a_gzip_file_cut_short_is_refused_by_name(tmp_path: Path) -> None:
+    whole = gzip.compress(b"sentence1,sentence2,label\na,b,0\nc,d,1\n" * 50)
+    (tmp_path / "pairs.csv.gz").write_bytes(whole[:-20])
+    with pytest.raises(InputError, match=r"pairs\.csv\.gz is not a whole gzip file"):
+        load_similarity(SimilaritySet(name="own", path=str(tmp_path / "pairs.csv.gz")))
