@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def unsupervised() -> list[Variant]:
         config = load_config(name) if name.startswith("raw-") else None
         if config is not None and config.train is not None and config.train.method.name not in LABELLED:
             found.append(Variant("apincse" if name == "raw-mini" else name.removeprefix("raw-"), name, {}))
-    return found
+    return sorted(found, key=lambda variant: variant.label == "rankcse")       # which needs simcse's encoder
 
 
 def wsscse() -> list[Variant]:
@@ -154,6 +154,14 @@ def character_encoder(file: Path, folder: Path) -> Path:
     return made
 
 
+def of_seed(variant: Variant, seed: int, root: Path) -> Variant:
+    """RankCSE's teacher is what SimCSE trained with the same seed, a line above."""
+    if variant.config != "raw-rankcse":
+        return variant
+    teacher = root / f"unsupervised-simcse-{seed}" / "train/encoder"
+    return replace(variant, settings=variant.settings | {"train.method.teacher": str(teacher)})
+
+
 def run(variant: Variant, seed: int, steps: int, group: str, root: Path) -> dict[str, float]:
     """Train and score one variant; returns what its line shows."""
     name = f"{group}-{'-'.join(variant.label.replace(',', '').split())}-{seed}"
@@ -246,7 +254,7 @@ def main() -> None:
             key = f"{options.group}/{variant.label}/{seed}/{steps}"
             if key not in known:
                 print(key, file=sys.stderr)
-                known[key] = run(variant, seed, steps, options.group, root)
+                known[key] = run(of_seed(variant, seed, root), seed, steps, options.group, root)
                 with tempfile.NamedTemporaryFile("w", dir=root, delete=False) as file:
                     json.dump(known, file, indent=1)
                 Path(file.name).replace(kept)

@@ -1,23 +1,23 @@
 """DiffCSE: SimCSE, and embeddings from which a discriminator can tell which tokens of a sentence were replaced."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from cluster.errors import InputError, first_line
+from cluster.errors import InputError
 from cluster.world import World
 from stages.encoder import Encoder, resolve
 from stages.methods.base import Batch, Beside, Method, MethodSettings, Metrics, full_precision, own_rows
 from stages.methods.functional import info_nce, replaced_token_losses
+from stages.methods.generator import Choice, load_masked_lm
 
 
 class DiffCSEConfig(MethodSettings):
@@ -28,8 +28,17 @@ class DiffCSEConfig(MethodSettings):
     generator: str | None = None                               # masked LM, hub name or folder, of the encoder's
                                                                # vocabulary; null: the encoder's own checkpoint
     masked: Annotated[float, Field(gt=0, lt=1)] = 0.3          # chance of a token to be masked and filled in
-    fill: Literal["sample", "most-likely"] = "sample"          # which of the generator's tokens
+    fill: Choice = "sampled"                                   # which of the generator's tokens
     replaced_weight: NonNegativeFloat = 0.005                  # lambda, of the discriminator's loss
+
+    @property
+    def reads_encoders(self) -> tuple[str, ...]:
+        """The generator, if it is named."""
+        return () if self.generator is None else (self.generator,)
+
+    def located(self, absolute: Callable[[str], str]) -> Self:
+        """With the generator's folder made absolute."""
+        return self.model_copy(update={"generator": None if self.generator is None else absolute(self.generator)})
 
     def check(self, depth: int, batch_size: int) -> None:
         """Refuse a named generator that is not there.
@@ -103,7 +112,7 @@ class DiffCSE(Method):
         places = masked != sentences
         logits = self.generator.on(mask.device)(input_ids=masked, attention_mask=mask).logits[places].float()
         filled = sentences.clone()
-        filled[places] = draw(logits, noise[places]) if self.config.fill == "sample" else logits.argmax(dim=-1)
+        filled[places] = draw(logits, noise[places]) if self.config.fill == "sampled" else logits.argmax(dim=-1)
         return filled
 
     def loss(
@@ -196,21 +205,8 @@ def load_generator(name: str, encoder: Encoder) -> nn.Module:
     Raises:
         InputError: there is none of that name, it lacks its head, or its vocabulary is not the encoder's.
     """
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()                 # other heads of the checkpoint are no news here
-    transformers_logging.disable_progress_bar()
-    try:
-        model, loaded = AutoModelForMaskedLM.from_pretrained(
-            resolve(name), dtype=torch.float32, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InputError(
-            f"train.method.generator={name!r} cannot be loaded as a masked language model ({first_line(error)}); "
-            "it may be a hub name or a folder"
-        ) from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    if loaded["missing_keys"]:
+    model, has_head = load_masked_lm(name, "train.method.generator")
+    if not has_head:
         raise InputError(
             f"train.method.generator={name!r} has no head that predicts masked tokens; name a masked language model "
             "of the encoder's vocabulary"

@@ -1,7 +1,7 @@
 """The masked language model that fills in what a method has masked."""
 
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -38,14 +38,8 @@ class Generator(nn.Module):
         """
         name, config = encoder.config.name, encoder.backbone.config
         dropout = {key: getattr(config, key) for key in ("hidden_dropout_prob", "attention_probs_dropout_prob")}
-        try:
-            with quiet_loading():
-                model, loaded = AutoModelForMaskedLM.from_pretrained(
-                    resolve(name), dtype=torch.float32, output_loading_info=True, **dropout
-                )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise InputError(f"encoder.name={name!r}: no masked-LM head can be made ({first_line(error)})") from error
-        if any(not key.startswith(f"{model.base_model_prefix}.") for key in loaded["missing_keys"]):
+        model, has_head = load_masked_lm(name, "encoder.name", **dropout)
+        if not has_head:
             log.warning("%s has no masked-LM head: the generator's starts at random and has to be learnt", name)
         if not own:
             model.get_output_embeddings().weight = encoder.backbone.get_input_embeddings().weight  # type: ignore[operator]
@@ -78,3 +72,27 @@ class Generator(nn.Module):
         if choice == "argmax":
             return ordinary.argmax(dim=1)
         return torch.multinomial(ordinary.softmax(dim=1), 1).squeeze(1)
+
+
+def load_masked_lm(name: str, setting: str, **overrides: float) -> tuple[Any, bool]:
+    """A masked language model in float32, and whether its checkpoint has the head that predicts tokens.
+
+    Args:
+        name: hub name or folder.
+        setting: that names it, for the message.
+        overrides: of its config.
+
+    Raises:
+        InputError: there is none of that name, or its weights cannot be loaded.
+    """
+    try:
+        with quiet_loading():
+            model, loaded = AutoModelForMaskedLM.from_pretrained(
+                resolve(name), dtype=torch.float32, output_loading_info=True, **overrides
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InputError(
+            f"{setting}={name!r} cannot be loaded as a masked language model ({first_line(error)}); it may be a hub "
+            "name or a folder"
+        ) from error
+    return model, all(key.startswith(f"{model.base_model_prefix}.") for key in loaded["missing_keys"])

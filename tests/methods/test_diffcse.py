@@ -77,7 +77,7 @@ def test_tokens_are_drawn_with_the_chances_of_the_softmax() -> None:
     assert edges.tolist() == [1, 4]
 
 
-@pytest.mark.parametrize("fill", ["sample", "most-likely"])
+@pytest.mark.parametrize("fill", ["sampled", "argmax"])
 def test_the_generator_fills_in_masked_tokens_alone(generator: str, fill: str) -> None:
     learner = method(generator, fill=fill)
     batch = augmented(learner, tiny.batch(6, seed=0))
@@ -88,7 +88,7 @@ def test_the_generator_fills_in_masked_tokens_alone(generator: str, fill: str) -
     assert torch.equal(filled[~places], sentences[~places])
     with torch.no_grad():
         logits = BertForMaskedLM.from_pretrained(generator)(input_ids=masked, attention_mask=mask).logits
-    if fill == "most-likely":
+    if fill == "argmax":
         assert torch.equal(filled[places], logits.argmax(dim=-1)[places])
     else:
         drawn = zip(filled[places], logits[places].softmax(dim=-1), batch.noise[6:][places], strict=True)
@@ -120,7 +120,7 @@ def test_the_projector_is_that_of_torchs_modules() -> None:
     torch.testing.assert_close(head(rows, Solo()), peer(rows))
 
 
-@pytest.mark.parametrize("fill", ["sample", "most-likely"])
+@pytest.mark.parametrize("fill", ["sampled", "argmax"])
 def test_the_loss_is_simcse_and_the_detection_of_replaced_tokens(generator: str, fill: str) -> None:
     learner = method(generator, fill=fill, temperature=0.5, replaced_weight=0.7)
     batch = augmented(learner, tiny.batch(6, seed=0))

@@ -72,16 +72,14 @@ def with_data_made_here(config: Config, folder: Path) -> Config:
         values["train"]["validation"] = {"path": str(pairs), "columns": [0, 1, 2]}
     for each in values["evaluate"]["similarity"]:
         other = folder / "others.tsv"
-        other.write_text(pairs.read_text() + "One more\tmakes three.\t1\n")
+        other.write_text("One more\tmakes three.\t1\nAnd yet another\tmakes four.\t0\n")
         each |= {"path": str(pairs), "validation": str(other), "columns": [0, 1, 2]}
     if config.encoder.name not in PACKAGED:
         backbone = BACKBONES.get(config.encoder.name, BertConfig())
         backbone.save_pretrained(folder / "encoder")
         tiny.tokenizer().save_pretrained(folder / "encoder")
         values["encoder"]["name"] = str(folder / "encoder")
-        if config.train is not None and config.train.method.name == "diffcse":
-            values["train"]["method"]["generator"] = str(folder / "encoder")
-    if config.train is not None:                               # a teacher like the encoder
+    if config.train is not None:                               # a teacher or generator like the encoder
         values["train"]["method"] = config.train.method.located(lambda _: str(folder / "encoder")).model_dump()
     return Config.model_validate(values)
 
