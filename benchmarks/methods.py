@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 SHARED = Path(os.environ.get("APINCSE_SHARED", ROOT.parent / "shared")).absolute()
+os.environ["APINCSE_SHARED"] = str(SHARED)                     # ready configs name data through it
 STEPS = {"unsupervised": 300, "wsscse": 300, "sts-b": 270, "mrpc": 190, "lcqmc": 275, "bq": 310}
 MINILM = {"encoder.name": "all-MiniLM-L6-v2", "train.learning_rate": 2e-5}
 REPORTED = {"unsupervised": "seven STS sets", "wsscse": "seven STS sets", "sts-b": "STS-B test"}
@@ -172,7 +173,7 @@ def run(variant: Variant, seed: int, steps: int, group: str, root: Path) -> dict
     if group in ("unsupervised", "wsscse"):
         command += ["--until", "train"]
     started = time.monotonic()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"APINCSE_SHARED": str(SHARED)})
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     minutes = (time.monotonic() - started) / 60
     if group in ("unsupervised", "wsscse"):
         scores = averages(root / name / "train/encoder")
