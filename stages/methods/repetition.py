@@ -38,7 +38,8 @@ class LeftOut:
 def left_out(tokenizer: PreTrainedTokenizerFast) -> LeftOut:
     """The special tokens, and the stop words that are one token, small or capital, within a sentence or at its start.
 
-    A stop word in the middle of a longer word is none: word pieces that go on a word have ids of their own.
+    WordPiece gives the pieces that go on a word ids of their own, so "the" within "lathe" is none of these; BPE shares
+    them with the first word of a sentence, so there it is.
     """
     words = [form for word in STOP_WORDS.split() for form in (word, word.capitalize())]
     written = [form for word in words for form in (word, f" {word}")]
