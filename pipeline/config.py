@@ -44,6 +44,7 @@ EXPECTED = {                                                   # pydantic's faul
     "int_type": "a whole number",
     "less_than": "less than {lt:g}",
     "less_than_equal": "at most {le:g}",
+    "string_pattern_mismatch": "text of the form {pattern}",
 }
 
 
@@ -179,12 +180,27 @@ def _parse(text: str) -> Any:
         ValueError: it is not YAML; says where and why.
     """
     try:
-        return _plain(yaml.safe_load(text))
+        return _plain(yaml.load(text, _Loader))
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark and "\n" in text else ""
         raise ValueError(f"{line}{error.problem}") from error
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that takes no key twice: YAML itself would let the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As the base class, once all keys are known to differ."""
+        seen = set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value} is there twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _plain(value: Any) -> Any:
@@ -252,7 +268,7 @@ def _explain_one(place: str, faults: Sequence[ErrorDetails]) -> str:
             first = [_field_of_kind(path)] if path in DISCRIMINATORS else list(models[0].model_fields)[:2]
             return f"{given}: it has fields of its own, such as {_or([f'{place}.{name}' for name in first])}; set those"
         case "tuple_type":
-            return f"{given}: it must be a list such as [{_as_yaml(value)}]"
+            return f"{given}: it must be a list" + ("" if value is None else f" such as [{_as_yaml(value)}]")
         case "string_type":
             quoted = f", so write '{value}' with the quotes" if isinstance(value, int | float) else ""
             return f"{given}: it must be text{quoted}"
@@ -308,7 +324,7 @@ def _walk(location: Sequence[int | str]) -> tuple[tuple[str, ...], list[type[Bas
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in (Union, UnionType, Annotated):
+    if get_origin(annotation) in (Union, UnionType, Annotated, tuple):
         return [model for part in get_args(annotation) for model in _models_in(part)]
     return []
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster.config import ClusterConfig
+from cluster.errors import InputError
 from pipeline.config import Config
 from pipeline.dag import Stage
 from stages.corpus.config import CorpusConfig
@@ -41,6 +42,12 @@ def graph(config: Config) -> tuple[Stage, ...]:
     check_encoder(name)
     check_poolings(name, (pooling, *(config.evaluate.baseline_poolings if config.train else ())))
     whitening = config.evaluate.whitening
+    hidden = int(check_encoder(name).hidden_size)
+    if whitening is not None and (whitening.dimensions or 0) > hidden:
+        raise InputError(
+            f"evaluate.whitening.dimensions={whitening.dimensions} is more than the {hidden} numbers of {name}'s "
+            f"embeddings; it may be 1 to {hidden}"
+        )
     fitted_on = ("corpus",) if whitening is not None and whitening.fit == "corpus" else ()
     scored = check_evaluation(config.evaluate)
     if config.train is None:

@@ -93,6 +93,9 @@ class SimilaritySet(BaseModel, extra="forbid", frozen=True):
                 f"{self.name}: validation={self.validation} are the test pairs themselves, and a threshold chosen on "
                 "them would flatter; name others, or leave validation out"
             )
+        urls = [path for path in (self.path, self.validation) if path is not None and "://" in path]
+        if urls:
+            raise ValueError(f"{self.name}: {urls[0]} is a URL; fetch the file first, or set kind to hub")
         if len(set(self.columns)) < len(self.columns):
             raise ValueError(f"{self.name}: columns names one twice; name those of both sentences and of the label")
         return self
@@ -109,7 +112,7 @@ class EvaluateConfig(BaseModel, extra="forbid", frozen=True):
     baseline_poolings: tuple[Pooling, ...] = ("cls", "mean", "first-last-mean")
     whitening: WhiteningConfig | None = None                   # of every embedding scored; null: none
     batch_size: PositiveInt = 64                               # sentences per forward pass
-    max_length: PositiveInt | None = None                      # tokens; null: as many as the encoder has positions
+    max_length: Annotated[int, Field(ge=3)] | None = None      # tokens; null: as many as the encoder has positions
     allow_partial: bool = False                                # warn of sets of another size than published
     keep_embeddings: bool = True                               # in the store, for evaluations of the same encoder
 
@@ -119,6 +122,15 @@ class EvaluateConfig(BaseModel, extra="forbid", frozen=True):
         if "layer-attention" in poolings:
             raise ValueError("layer-attention needs training, and these are poolings before it; leave it out")
         return tuple(dict.fromkeys(poolings))
+
+    @model_validator(mode="after")
+    def _something_is_scored(self) -> "EvaluateConfig":
+        if not (self.sts_tasks or self.transfer_tasks or self.similarity):
+            raise ValueError(
+                "evaluate.sts and evaluate.transfer are none and evaluate.similarity is empty, so there is nothing to "
+                "score; set evaluate.sts to all, or name what to score"
+            )
+        return self
 
     @model_validator(mode="after")
     def _named_tasks_have_data(self) -> "EvaluateConfig":

@@ -31,8 +31,7 @@ def read_lines(path: Path, encodings: Sequence[str] = ("utf-8",)) -> list[str]:
     Raises:
         InputError: there is no such file, it is damaged, or a line is not in the last of the encodings.
     """
-    if not path.is_file():
-        raise InputError(f"{path}: no such file")
+    _require_file(path)
     content = path.read_bytes()
     if path.suffix == ".gz":
         try:
@@ -59,6 +58,11 @@ def _fits(content: bytes, encoding: str) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise InputError(f"{path} is a folder; name a file in it" if path.is_dir() else f"{path}: no such file")
 
 
 def sentence(text: str, path: Path, line: int) -> str:
@@ -174,9 +178,11 @@ def _json_rows(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
     rows = []
     for at, line in enumerate(read_lines(path), start=1):
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_pairs_hook=_without_doubles)
         except json.JSONDecodeError as error:
             raise InputError(f"{path}, line {at}: no JSON ({error.msg})") from None
+        except KeyError as error:
+            raise InputError(f"{path}, line {at}: the key {error} is there twice; drop one") from None
         if not isinstance(record, dict):
             raise InputError(f"{path}, line {at}: no JSON object but {type(record).__name__}")
         require_columns(Path(f"{path}, line {at}"), columns, list(record))
@@ -184,13 +190,22 @@ def _json_rows(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
     return rows
 
 
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object's members; a KeyError with the name that two of them have."""
+    members: dict[str, object] = {}
+    for name, value in pairs:
+        if name in members:
+            raise KeyError(name)
+        members[name] = value
+    return members
+
+
 def _parquet_rows(path: Path, columns: tuple[str | int, ...]) -> list[Row]:
-    if not path.is_file():
-        raise InputError(f"{path}: no such file")
+    _require_file(path)
     try:
         require_columns(path, columns, pq.read_schema(path).names)
         table = pq.read_table(path, columns=list(columns))
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} is not a whole Parquet file: {first_line(error)}") from None
     rows = zip(*(table[column].to_pylist() for column in columns), strict=True)
     return [(at, typed_row(row, columns, path, at)) for at, row in enumerate(rows, start=1)]

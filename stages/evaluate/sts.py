@@ -175,7 +175,13 @@ def read_scored_file(path: str, columns: tuple[str | int, str | int, str | int])
     """
     file = Path(path).expanduser()
     rows = read_columns(file, columns)
-    return _pairs([_row(first, second, score, file, at, file.stem) for at, (first, second, score) in rows], file)
+    return _pairs(
+        [
+            (sentence(first, file, at), sentence(second, file, at), number(score, file, at), file.stem)
+            for at, (first, second, score) in rows
+        ],
+        file,
+    )
 
 
 def pair_cosines(first: NDArray[np.float32], second: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -261,7 +267,7 @@ def _read_subset(part: _Part) -> ScoredPairs:
     rows = []
     for at, ((first, second), gold) in enumerate(zip(inputs, golds, strict=True), start=1):
         if gold.strip():
-            score = number(gold, gold_file, at)
+            score = _gold(gold, gold_file, at)
             rows.append((sentence(first, input_file, at), sentence(second, input_file, at), score, part.name))
     return _pairs(rows, gold_file)
 
@@ -307,7 +313,19 @@ _Row = tuple[str, str, float, str]
 
 
 def _row(first: str, second: str, gold: str, file: Path, at: int, subset: str) -> _Row:
-    return sentence(first, file, at), sentence(second, file, at), number(gold, file, at), subset
+    return sentence(first, file, at), sentence(second, file, at), _gold(gold, file, at), subset
+
+
+def _gold(text: str, file: Path, at: int) -> float:
+    """A score of the similarity sets, all of which go from 0, or 1, to 5.
+
+    Raises:
+        InputError: it is outside.
+    """
+    score = number(text, file, at)
+    if not 0 <= score <= 5:
+        raise InputError(f"{file}, line {at}: the score {text.strip()} is outside 0 to 5; restore the file")
+    return score
 
 
 def _pairs(rows: list[_Row], file: Path) -> ScoredPairs:

@@ -13,7 +13,7 @@ def test_all_are_the_seven_tasks_of_the_papers_tables() -> None:
 
 
 def test_none_scores_no_similarity_task() -> None:
-    assert EvaluateConfig(sts="none").sts_tasks == ()
+    assert EvaluateConfig(data="there", sts="none", transfer="MR").sts_tasks == ()
 
 
 @pytest.mark.parametrize(

@@ -358,3 +358,23 @@ def test_a_gzip_file_cut_short_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "pairs.csv.gz").write_bytes(whole[:-20])
     with pytest.raises(InputError, match=r"pairs\.csv\.gz is not a whole gzip file"):
         load_similarity(SimilaritySet(name="own", path=str(tmp_path / "pairs.csv.gz")))
+
+
+def test_a_key_of_jsonl_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "label": 1, "label": 0}\n')
+    with pytest.raises(InputError, match=r"pairs\.jsonl, line 1: the key 'label' is there twice"):
+        load_similarity(SimilaritySet(name="own", path=str(tmp_path / "pairs.jsonl")))
+
+
+def test_a_folder_is_no_file_and_damaged_parquet_is_named(tmp_path: Path) -> None:
+    for name in ("pairs.tsv", "pairs.parquet"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(InputError, match=rf"{name} is a folder; name a file in it"):
+            load_similarity(SimilaritySet(name="own", path=str(tmp_path / name)))
+    columns = {"sentence1": ["a b"] * 500, "sentence2": ["c d"] * 500, "label": [0, 1] * 250}
+    pq.write_table(pa.table(columns), tmp_path / "damaged.parquet", use_dictionary=False)
+    content = bytearray((tmp_path / "damaged.parquet").read_bytes())
+    content[40:60] = bytes(20)
+    (tmp_path / "damaged.parquet").write_bytes(content)
+    with pytest.raises(InputError, match=r"damaged\.parquet is not a whole Parquet file"):
+        load_similarity(SimilaritySet(name="own", path=str(tmp_path / "damaged.parquet")))

@@ -149,6 +149,12 @@ def test_a_gold_that_is_no_number_is_refused_with_its_line(senteval: Path, score
         check_evaluation(partial(senteval))
 
 
+def test_a_gold_outside_the_scale_is_refused_with_its_line(senteval: Path) -> None:
+    edit(senteval / "STS/STS13-en-test/STS.gs.FNWN.txt", "2.25", "22.5")
+    with pytest.raises(InputError, match=r"STS\.gs\.FNWN\.txt, line 3: the score 22\.5 is outside 0 to 5"):
+        load_pairs(str(senteval), "STS13")
+
+
 def test_a_sick_score_that_is_no_number_is_refused_with_its_line(senteval: Path) -> None:
     edit(senteval / "SICK/SICK_test_annotated.txt", "\t2.25\t", "\tx\t")
     with pytest.raises(InputError, match=r"SICK_test_annotated\.txt, line 4: the score 'x' is no number"):

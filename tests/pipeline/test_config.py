@@ -252,3 +252,26 @@ def test_configs_that_extend_each_other_or_nothing_are_refused(tmp_path: Path) -
     (tmp_path / "a.yaml").write_text("extends: dem\n")
     with pytest.raises(InputError, match="there is no config 'dem'; did you mean demo"):
         load_config(str(tmp_path / "a.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("evaluate.similarity=[x]", r"similarity\[0\]=x: it has fields of its own, such as .*\.name or .*\.path; set"),
+        ("evaluate.similarity=[{name: a}]", r"evaluate\.similarity\[0\]\.path is missing; set it"),
+        ("evaluate.similarity=[{name: a, path: b, colum: [1, 2, 3]}]", r"colum; did you mean .*\[0\]\.columns\?"),
+        ("evaluate.similarity=[{name: '', path: b}]", r"similarity\[0\]\.name='': it must be text of the form"),
+        ("evaluate.similarity=[{name: a, path: 'http://b/c.tsv'}]", "is a URL; fetch the file first"),
+        ("evaluate.sts=none", "there is nothing to score; set evaluate.sts to all"),
+        ("evaluate.max_length=1", r"evaluate\.max_length=1: it must be at least 3"),
+    ],
+)
+def test_a_wrong_set_of_pairs_is_named_by_its_place(override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_config("demo", [override])
+
+
+def test_a_key_that_is_there_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "twice.yaml").write_text("seed: 1\ntrain:\n  steps: 5\n  steps: 6\n")
+    with pytest.raises(InputError, match=r"twice\.yaml is not YAML: line 4: the key steps is there twice"):
+        load_config(str(tmp_path / "twice.yaml"))
