@@ -110,9 +110,9 @@ def _read(file: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise InputError(f"{file}: extends={_as_yaml(base)}: it must be the name or file of one other config")
     beside = file.parent / base                                # a file names others as seen from where it lies
     base_file = beside if beside.is_file() else _config_file(base)
-    if base_file in (file, *extending):
+    if base_file.resolve() in (file.resolve(), *extending):
         raise InputError(f"{file} extends {base}, which extends it in turn; leave one of the two out")
-    inherited = _read(base_file, (file, *extending))
+    inherited = _read(base_file, (file.resolve(), *extending))
     inherited.pop("name", None)
     return merge(inherited, values)
 

@@ -103,22 +103,29 @@ def _labelled(config: Config, corpus: LabelledConfig) -> Stage:
         evaluate=EvaluateConfig.model_validate(evaluate.model_dump(include=DATA_OF_EVALUATION)),
         validation=validation,
     )
-    held = [file for files in check_evaluation(evaluate).values() for file in files]
-    held += validation_files(validation, evaluate.data)
-    reads = {corpus.source.path: check_labelled(corpus), "evaluation": held, **_encoder_files(config.encoder.name)}
+    held = check_evaluation(evaluate)
+    validated_on = validation.path if validation else evaluate.data or GRADED_SAMPLE
+    _add(held, validated_on, validation_files(validation, evaluate.data))
+    _add(held, corpus.source.path, check_labelled(corpus))
+    reads = {**held, **_encoder_files(config.encoder.name)}
     return Stage("corpus", prepare_labelled, job, reads=reads)
 
 
 def _train(config: Config, settings: TrainConfig, cluster: ClusterConfig) -> Stage:
     data = None if settings.validation and not settings.transfer_tasks else config.evaluate.data
     job = TrainJob(train=settings, encoder=config.encoder, evaluation_data=data, seed=config.seed)
-    validation = settings.validation.path if settings.validation else config.evaluate.data or GRADED_SAMPLE
     check_kind(settings.method.name, config.corpus.kind)
-    reads = {validation: check_train(job, cluster), **_encoder_files(config.encoder.name)}
+    reads = {**check_train(job, cluster), **_encoder_files(config.encoder.name)}
     for name in settings.method.reads_encoders:
         reads |= _encoder_files(name)
     precision = "" if cluster.precision == "auto" else cluster.precision
-    return Stage("train", train, job, ("corpus",), reads, also=precision, indifferent=BOOKKEEPING)
+    version = settings.method.version
+    return Stage("train", train, job, ("corpus",), reads, also=precision, indifferent=BOOKKEEPING, version=version)
+
+
+def _add(reads: dict[str, list[str]], named: str, files: Sequence[str]) -> None:
+    """More files behind a name that the config may use for others already."""
+    reads[named] = [*reads.get(named, []), *(file for file in files if file not in reads.get(named, []))]
 
 
 def _encoder_files(name: str) -> dict[str, list[str]]:

@@ -63,6 +63,8 @@ class EncoderConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
     pooling: Pooling = "layer-attention"
     layer_attention: LayerAttentionConfig = LayerAttentionConfig()
     head: Literal["none", "mlp"] = "none"                      # mlp: dense and tanh upon the pooling, kept at test
+    similarity: Literal["cosine", "manhattan"] = "cosine"      # by which validation and scores compare its embeddings;
+                                                               # manhattan: exp(-mean |u - v|)
     max_length: Annotated[int, Field(ge=3)] = 32               # tokens a training sentence keeps
 
 
@@ -306,6 +308,8 @@ class Encoder(nn.Module):
                     f"{config.layer_attention.rsn}; leave encoder.layer_attention as it was"
                 )
             encoder.pooler.load_state_dict(load_file(weights))
+        if saved is not None and saved.head != config.head and saved.head != "none":
+            raise InputError(f"{name} was saved with a head; set encoder.head={saved.head}, for without it it is another")
         head = Path(source) / "head.safetensors"
         if encoder.head is not None and head.is_file():
             encoder.head.load_state_dict(load_file(head))

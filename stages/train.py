@@ -25,7 +25,7 @@ from stages.artifacts import Corpus, LabelledRows, TrainedEncoder
 from stages.batches import TokenisedSentences, global_rows, own_share, row_seeds, to_device
 from stages.context import Context, Progress
 from stages.encoder import Encoder, EncoderConfig, check_encoder, load_tokenizer, max_positions
-from stages.evaluate.config import TRANSFER_TASKS, TransferTasks, tasks_of
+from stages.evaluate.config import GRADED_SAMPLE, TRANSFER_TASKS, TransferTasks, tasks_of
 from stages.evaluate.transfer import load_transfer, transfer_files
 from stages.evaluate.validation import TransferMonitor, Validation, ValidationFile, validation_files
 from stages.methods.apincse import APINCSEConfig
@@ -93,11 +93,11 @@ class Position:
     strategy: str = "ddp"
 
 
-def check_train(job: TrainJob, cluster: ClusterConfig) -> list[str]:
+def check_train(job: TrainJob, cluster: ClusterConfig) -> dict[str, list[str]]:
     """Refuse, before anything runs, what would fail or mislead after hours.
 
     Returns:
-        The files with the validation pairs.
+        What the config calls the validation data -> its files.
 
     Raises:
         InputError: with the setting to change.
@@ -111,6 +111,11 @@ def check_train(job: TrainJob, cluster: ClusterConfig) -> list[str]:
         raise InputError(
             f"train.method.name={job.train.method.name} needs all weights on every worker, which "
             "cluster.strategy=zero3 does not keep there; set it to ddp, zero1 or zero2"
+        )
+    if job.encoder.head == "mlp" and getattr(job.train.method, "mlp", "none") == "train-only":
+        raise InputError(
+            "encoder.head=mlp and train.method.mlp=train-only would put one head upon the other; set "
+            "train.method.mlp=none to keep the head at test, or encoder.head=none to drop it there"
         )
     positions = max_positions(job.encoder.name)
     if job.encoder.max_length > positions:
@@ -126,10 +131,15 @@ def check_train(job: TrainJob, cluster: ClusterConfig) -> list[str]:
             "SentEval layout, or train.transfer to none"
         )
     files = validation_files(job.train.validation, job.evaluation_data)
+    if job.train.validation is not None:
+        reads = {job.train.validation.path: files}
+    else:
+        reads = {job.evaluation_data or GRADED_SAMPLE: files}
     for task in job.train.transfer_tasks:
         load_transfer(str(job.evaluation_data), task, "fast")
-        files += map(str, transfer_files(str(job.evaluation_data), task))
-    return files
+        watched = map(str, transfer_files(str(job.evaluation_data), task))
+        reads.setdefault(str(job.evaluation_data), []).extend(watched)
+    return reads
 
 
 def train(job: TrainJob, corpus: Corpus | LabelledRows, context: Context) -> TrainedEncoder:

@@ -280,7 +280,7 @@ def refusal(job: TrainJob, **cluster: Any) -> str:
 
 def test_a_job_that_can_run_names_its_validation_file(job: TrainJob) -> None:
     assert job.train.validation is not None
-    assert check_train(job, ClusterConfig(workers=2)) == [job.train.validation.path]
+    assert check_train(job, ClusterConfig(workers=2)) == {job.train.validation.path: [job.train.validation.path]}
 
 
 def test_a_batch_that_does_not_split_over_the_workers_is_refused(job: TrainJob) -> None:
@@ -290,6 +290,12 @@ def test_a_batch_that_does_not_split_over_the_workers_is_refused(job: TrainJob) 
 def test_more_tokens_than_the_encoder_has_positions_are_refused(job: TrainJob) -> None:
     longer = job.model_copy(update={"encoder": job.encoder.model_copy(update={"max_length": 17})})
     assert "encoder.max_length=17 is more than the 16 positions" in refusal(longer)
+
+
+def test_one_head_upon_another_is_refused(job: TrainJob) -> None:
+    headed = with_train(job, method=APINCSEConfig(name="apincse", queue_length=20, neighbours=4, mlp="train-only"))
+    headed = headed.model_copy(update={"encoder": job.encoder.model_copy(update={"head": "mlp"})})
+    assert "would put one head upon the other; set train.method.mlp=none" in refusal(headed)
 
 
 @pytest.mark.parametrize(

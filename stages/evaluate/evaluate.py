@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from cluster.launch import map_tasks
 from stages.artifacts import Corpus, LabelledRows, Scores, TrainedEncoder
 from stages.context import Context
 from stages.corpus.clean import comparison_hashes
-from stages.encoder import max_positions
+from stages.encoder import max_positions, resolve, saved_config
 from stages.evaluate.classifier import select_and_test, transfer_scores
 from stages.evaluate.config import GRADED_SAMPLE, EvaluateConfig
 from stages.evaluate.data import EvaluationData, load_evaluation
@@ -26,7 +27,7 @@ from stages.evaluate.encode import encode
 from stages.evaluate.encoded import Encoded
 from stages.evaluate.geometry import geometry
 from stages.evaluate.similarity import similarity_scores
-from stages.evaluate.sts import ScoredPairs, correlations, pair_cosines
+from stages.evaluate.sts import ScoredPairs, correlations, pair_similarities
 from stages.evaluate.whitening import SENTENCES, Whitening, WhiteningConfig
 
 Embed = Callable[[Sequence[str]], NDArray[np.float32]]         # n sentences -> (n, D)
@@ -68,7 +69,8 @@ def evaluate(job: EvaluateJob, *inputs: TrainedEncoder | Corpus | LabelledRows, 
         kept=context.embeddings if job.evaluate.keep_embeddings else None,
     )
     overlap = _overlap(data, corpus) if corpus is not None else None
-    about = {
+    saved = saved_config(resolve(encoder))
+    about: dict[str, Any] = {
         "n_sentences": len(encoded.rows),
         "n_truncated": int(encoded.truncated.sum()),
         "corpus_overlap": overlap,
@@ -77,8 +79,13 @@ def evaluate(job: EvaluateJob, *inputs: TrainedEncoder | Corpus | LabelledRows, 
     }
     scores = {}
     for pooling in job.poolings:
-        space = _Space(encoded, pooling, job.evaluate.whitening, fitted_on)
+        # As with its head, what an encoder was trained with is for its own pooling alone.
+        similarity = saved.similarity if saved is not None and pooling == saved.pooling else "cosine"
+        space = _Space(encoded, pooling, job.evaluate.whitening, fitted_on, similarity)
         scores[pooling] = _score(job, data, space, context) | about
+        if similarity != "cosine":
+            note = "Pairs were compared by exp(-mean |u - v|), as in training, and not by cosine."
+            scores[pooling]["notes"] = [*about["notes"], note]
     shutil.rmtree(context.out / "features", ignore_errors=True)
     (context.out / "scores.json").write_text(json.dumps(scores, indent=2, allow_nan=False) + "\n")
     return Scores(context.out)
@@ -113,9 +120,14 @@ class _Space:
     """One pooling's embeddings, whitened if so configured."""
 
     def __init__(
-        self, encoded: Encoded, pooling: str, whitening: WhiteningConfig | None, fitted_on: Sequence[str]
+        self,
+        encoded: Encoded,
+        pooling: str,
+        whitening: WhiteningConfig | None,
+        fitted_on: Sequence[str],
+        similarity: Literal["cosine", "manhattan"],
     ) -> None:
-        self.encoded, self.pooling = encoded, pooling
+        self.encoded, self.pooling, self.similarity = encoded, pooling, similarity
         self._plain: Embed = partial(encoded.of, pooling)
         self._whitening = whitening
         self._of_corpus: Whitening | None = None
@@ -137,7 +149,11 @@ class _Space:
 def _score(job: EvaluateJob, data: EvaluationData, space: _Space, context: Context) -> dict[str, object]:
     """All scores of one pooling; its cosines go into a file."""
     embed = {name: space.of_task(sentences) for name, sentences in data.sentences()}
-    cosines = {name: _cosines(pairs, embed[name]) for name, pairs in data.pairs.items()}
+
+    def compare(pairs: ScoredPairs, name: str) -> NDArray[np.float64]:
+        return pair_similarities(embed[name](pairs.first), embed[name](pairs.second), space.similarity)
+
+    cosines = {name: compare(pairs, name) for name, pairs in data.pairs.items()}
     _write_pairs(context.out / f"pairs-{space.pooling}.parquet", data.pairs, cosines)
     sts: dict[str, dict[str, object]] = {}
     similarity: dict[str, dict[str, object]] = {}
@@ -147,7 +163,7 @@ def _score(job: EvaluateJob, data: EvaluationData, space: _Space, context: Conte
                 sts[name] = sts_scores(pairs, cosines[name])
             else:
                 other = data.similarity[name]
-                validation = None if other.validation is None else _cosines(other.validation, embed[name])
+                validation = None if other.validation is None else compare(other.validation, name)
                 similarity[name] = similarity_scores(other, cosines[name], validation)
         except InputError as error:
             raise InputError(f"{name}, {space.pooling} pooling: {error}") from None
@@ -178,10 +194,6 @@ def _transfer(
             report=lambda done, total, name=name: progress.update(done, total, "folds", name),  # type: ignore[misc]
         )}
     return scores
-
-
-def _cosines(pairs: ScoredPairs, embed: Embed) -> NDArray[np.float64]:
-    return pair_cosines(embed(pairs.first), embed(pairs.second))
 
 
 def _mean(scores: dict[str, dict[str, object]], measure: str) -> float | None:

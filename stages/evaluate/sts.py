@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,6 +194,16 @@ def pair_cosines(first: NDArray[np.float32], second: NDArray[np.float32]) -> NDA
     with np.errstate(invalid="ignore"):
         cosines = [np.dot(u, v) / (np.linalg.norm(u) * np.linalg.norm(v)) for u, v in zip(first, second, strict=True)]
     return np.nan_to_num(np.array(cosines, dtype=np.float64))
+
+
+def pair_similarities(
+    first: NDArray[np.float32], second: NDArray[np.float32], similarity: Literal["cosine", "manhattan"]
+) -> NDArray[np.float64]:
+    """(n,) how alike the rows of two (n, D) arrays are: cosines, or exp(-mean |u - v|), which siamese nets learn."""
+    if similarity == "cosine":
+        return pair_cosines(first, second)
+    alike: NDArray[np.float64] = np.exp(-np.abs(first.astype(np.float64) - second).mean(axis=1))
+    return alike
 
 
 def correlations(cosines: NDArray[np.float64], gold: NDArray[np.float64]) -> dict[str, float]:

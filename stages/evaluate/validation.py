@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 from cluster.world import World
@@ -20,6 +19,7 @@ from stages.evaluate.sts import (
     ScoredPairs,
     correlations,
     pair_files,
+    pair_similarities,
     read_scored_file,
     validation_pairs,
     validation_set,
@@ -116,10 +116,10 @@ class Validation:
         return cls(sentences, first, second, np.asarray(pairs.gold))
 
     def spearman(self, encoder: Encoder, device: torch.device, world: World) -> float:
-        """Spearman correlation (x 100) of cosine and gold; every rank calls it and knows it."""
-        units = F.normalize(torch.from_numpy(self.sentences.encode(encoder, device, world)), dim=-1).numpy()
-        cosines = (units[self.first] * units[self.second]).sum(axis=1)
-        return correlations(cosines, self.gold)["spearman"]
+        """Spearman correlation (x 100) of the encoder's similarity and gold; every rank calls it and knows it."""
+        vectors = self.sentences.encode(encoder, device, world)
+        alike = pair_similarities(vectors[self.first], vectors[self.second], encoder.config.similarity)
+        return correlations(alike, self.gold)["spearman"]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +134,15 @@ class Overlap:
 
     @classmethod
     def of(cls, rows: Rows, known: list[tuple[str, str]]) -> "Overlap":
-        """Compare a row's first sentence with each of its others as a pair, in either order."""
+        """Compare every two sentences of a row as a pair, in either order."""
         hashes = _Hashes([*chain.from_iterable(rows.texts), *chain.from_iterable(known)])
         known_pairs = {frozenset(hashes(text) for text in pair) for pair in known}
         known_sentences = frozenset(chain.from_iterable(known_pairs))
         pairs, sentences = [], []
         for texts in rows.texts:
-            anchor, *others = map(hashes, texts)
-            pairs.append(any(frozenset((anchor, other)) in known_pairs for other in others))
-            sentences.append(not known_sentences.isdisjoint((anchor, *others)))
+            found = [hashes(text) for text in texts]
+            pairs.append(any(frozenset(pair) in known_pairs for pair in combinations(found, 2)))
+            sentences.append(not known_sentences.isdisjoint(found))
         return cls(np.array(pairs, dtype=bool), np.array(sentences, dtype=bool))
 
 

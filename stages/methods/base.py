@@ -43,6 +43,7 @@ Metrics = dict[str, Tensor]
 class MethodSettings(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """What the configs of all methods share."""
 
+    version: ClassVar[int] = 1                                 # raise it when the code gives another result
     needs_whole_weights: ClassVar[bool] = False                # on every worker, which ZeRO-3 does not leave there
 
     def check(self, depth: int, batch_size: int) -> None:

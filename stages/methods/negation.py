@@ -3,7 +3,9 @@
 import re
 
 PERFECT = r"(?:has|have|had)(?=\s+(?:been|\w+ed)\b)"           # else it is a main verb: "had a dog"
-AUXILIARIES = rf"\b(?:am|is|are|was|were|can|could|will|would|shall|should|must|might|may(?!\s+\d)|{PERFECT})\b"
+NOT_AFTER = "".join(rf"(?<!\b{word} )" for word in ("a", "an", "the", "of", "in", "my", "his", "her")) + "(?<!^)"
+NOUNS = rf"{NOT_AFTER}(?:can|will|might|may(?!\s+\d))"            # which may be names of things and people besides
+AUXILIARIES = rf"\b(?:am|is|are|was|were|could|would|shall|should|must|{NOUNS}|{PERFECT})\b"
 
 STEMS = {"ca": "can", "wo": "will", "sha": "shall"}
 """Of can't, won't and shan't; other stems are words themselves."""
@@ -19,7 +21,9 @@ RULES = {
 }
 """The first rule that fits is applied, once, where it fits first.
 
-They are lower case: May and Will are names. A plain verb would need its base form after do not, which takes a parser.
+They are lower case: May and Will are names. Uncased text has these, too, as it has a can and the will: after an
+article, a preposition or nothing they are no auxiliaries. A plain verb would need its base form after do not, which
+takes a parser.
 """
 
 

@@ -15,6 +15,7 @@ from scipy.stats import spearmanr
 from cluster.errors import InputError
 from stages.artifacts import Corpus, TrainedEncoder
 from stages.context import Context
+from stages.encoder import Encoder, EncoderConfig, load_tokenizer
 from stages.evaluate.config import STS_TASKS, EvaluateConfig
 from stages.evaluate.evaluate import EvaluateJob, evaluate, sts_scores
 from stages.evaluate.sts import ScoredPairs, load_pairs
@@ -163,8 +164,9 @@ def test_cut_sentences_are_counted(tiny_bert: str, tmp_path: Path) -> None:
     assert 0 <= few < many
 
 
-def test_no_similarity_task_leaves_empty_scores(tiny_bert: str, tmp_path: Path) -> None:
-    assert score(tiny_bert, tmp_path, sts="none")["cls"]["sts"] == {"avg_spearman": None}
+def test_no_similarity_task_leaves_empty_scores(tiny_bert: str, transfer: Path, tmp_path: Path) -> None:
+    options = {"data": str(transfer), "transfer": ["SUBJ"], "protocol": "fast", "allow_partial": True}
+    assert score(tiny_bert, tmp_path, ("cls",), sts="none", **options)["cls"]["sts"] == {"avg_spearman": None}
 
 
 def test_a_length_above_the_encoders_positions_is_refused(tiny_bert: str, tmp_path: Path) -> None:
@@ -182,3 +184,30 @@ def test_an_encoder_that_says_the_same_of_everything_is_an_error_not_a_score(tin
     with pytest.raises(InputError, match=r"graded-sample, cls pooling: subset \w+: all \d+ cosines are 1\.0"):
         score(str(tmp_path / "constant"), tmp_path)
     assert not (tmp_path / "scores.json").exists()
+
+
+def test_an_encoder_is_scored_by_the_similarity_that_it_learnt_under_its_own_pooling(
+    tiny_bert: str, tmp_path: Path
+) -> None:
+    config = EncoderConfig(name=tiny_bert, pooling="mean", similarity="manhattan")
+    Encoder.load(tiny_bert, config).save(tmp_path / "encoder", load_tokenizer(tiny_bert))
+    (tmp_path / "out").mkdir()
+    scores = score(str(tmp_path / "encoder"), tmp_path / "out", ("cls", "mean"), max_length=24)
+    test, encoder, tokenizer = load_pairs(None, "graded-sample"), Encoder.load(tiny_bert), load_tokenizer(tiny_bert)
+
+    def embed(text: str, pooling: str) -> np.ndarray:
+        tokens = tokenizer(text, truncation=True, max_length=24, return_tensors="pt")
+        with torch.no_grad():
+            layers = encoder.layers(tokens["input_ids"], tokens["attention_mask"])
+            return encoder.pool(layers, pooling)[0].double().numpy()
+
+    distances = [
+        np.abs(embed(u, "mean") - embed(v, "mean")).mean() for u, v in zip(test.first, test.second, strict=True)
+    ]
+    found = pq.read_table(tmp_path / "out/pairs-mean.parquet")["cosine"].to_numpy()
+    np.testing.assert_allclose(found, np.exp(-np.array(distances)), atol=1e-5)
+    assert "exp(-mean |u - v|)" in scores["mean"]["notes"][-1]
+    assert scores["cls"]["notes"] == []
+    (tmp_path / "plain").mkdir()
+    plain = score(tiny_bert, tmp_path / "plain", ("cls",), max_length=24)
+    assert plain["cls"]["sts"] == scores["cls"]["sts"]

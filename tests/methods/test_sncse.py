@@ -1,5 +1,6 @@
 """SNCSE: negations by rules, and their loss against a loop."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -139,3 +140,9 @@ def test_batches_without_negations_or_of_equal_sentences_have_finite_gradients(s
 def test_margins_that_leave_nothing_between_them_are_refused() -> None:
     with pytest.raises(InputError, match=r"least_margin=0\.4 is more than train\.method\.greatest_margin=0\.3; lower"):
         SNCSEConfig(name="sncse", least_margin=0.4).check(4, 8)
+
+
+@pytest.mark.parametrize("text", ["a can of soda fell", "the will of the king", "in may it rained", "may is a name"])
+def test_names_and_things_are_no_auxiliaries_in_uncased_text_either(text: str) -> None:
+    found = negate(text)
+    assert found is None or not re.search(r"\b(can|will|may) not\b", found)
