@@ -309,7 +309,7 @@ class Encoder(nn.Module):
                 )
             encoder.pooler.load_state_dict(load_file(weights))
         if saved is not None and saved.head != config.head and saved.head != "none":
-            raise InputError(f"{name} was saved with a head; set encoder.head={saved.head}, for without it it is another")
+            raise InputError(f"{name} was saved with a head; set encoder.head={saved.head}, or it is another encoder")
         head = Path(source) / "head.safetensors"
         if encoder.head is not None and head.is_file():
             encoder.head.load_state_dict(load_file(head))

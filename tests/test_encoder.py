@@ -218,8 +218,9 @@ def test_layer_attention_weights_under_another_residual_network_are_refused(bert
 
 
 def test_a_saved_head_is_not_dropped_in_silence(bert: str, tmp_path: Path) -> None:
-    Encoder.load(bert, EncoderConfig(name=bert, pooling="cls", head="mlp")).save(tmp_path / "saved", load_tokenizer(bert))
     saved = str(tmp_path / "saved")
+    headed = Encoder.load(bert, EncoderConfig(name=bert, pooling="cls", head="mlp"))
+    headed.save(Path(saved), load_tokenizer(bert))
     with pytest.raises(InputError, match=r"was saved with a head; set encoder\.head=mlp"):
         Encoder.load(saved, EncoderConfig(name=saved, pooling="cls"))
     assert Encoder.load(saved, EncoderConfig(name=saved, pooling="cls", head="mlp")).head is not None
