@@ -51,10 +51,10 @@ def graph(config: Config) -> tuple[Stage, ...]:
     fitted_on = ("corpus",) if whitening is not None and whitening.fit == "corpus" else ()
     scored = check_evaluation(config.evaluate)
     if config.train is None:
-        corpus = (_corpus(config),) if fitted_on else ()
+        corpus = (_corpus(config, scored),) if fitted_on else ()
         return (*corpus, _evaluate("after", config, scored, name, (pooling,), fitted_on))
     return (
-        _corpus(config),
+        _corpus(config, scored),
         _train(config, config.train, config.cluster),
         _evaluate("before", config, scored, name, config.evaluate.baseline_poolings, fitted_on),
         _evaluate("after", config, scored, None, (pooling,), ("train", "corpus")),
@@ -75,9 +75,9 @@ def _evaluate(
     return Stage(stage, evaluate, job, needs, reads, indifferent=NOT_DECISIVE, version=2)
 
 
-def _corpus(config: Config) -> Stage:
+def _corpus(config: Config, scored: Mapping[str, Sequence[str]]) -> Stage:
     if not isinstance(config.corpus, CorpusConfig):
-        return _labelled(config, config.corpus)
+        return _labelled(config, config.corpus, scored)
     job = CorpusJob(
         corpus=config.corpus,
         tokenizer=config.encoder.name,
@@ -92,7 +92,7 @@ def _corpus(config: Config) -> Stage:
     return Stage("corpus", prepare_corpus, job, reads=reads, also=installed, version=2)
 
 
-def _labelled(config: Config, corpus: LabelledConfig) -> Stage:
+def _labelled(config: Config, corpus: LabelledConfig, scored: Mapping[str, Sequence[str]]) -> Stage:
     """The corpus stage where the corpus is labelled rows; the data that scores and validates is held against them."""
     evaluate, validation = config.evaluate, config.train.validation if config.train else None
     job = LabelledJob(
@@ -103,7 +103,7 @@ def _labelled(config: Config, corpus: LabelledConfig) -> Stage:
         evaluate=EvaluateConfig.model_validate(evaluate.model_dump(include=DATA_OF_EVALUATION)),
         validation=validation,
     )
-    held = check_evaluation(evaluate)
+    held = {named: list(files) for named, files in scored.items()}
     validated_on = validation.path if validation else evaluate.data or GRADED_SAMPLE
     _add(held, validated_on, validation_files(validation, evaluate.data))
     _add(held, corpus.source.path, check_labelled(corpus))

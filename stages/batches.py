@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cluster.world import World
+from stages.encoder import padded
 from stages.methods.base import Batch
 
 
@@ -49,12 +50,10 @@ class TokenisedSentences:
         """The sentences of ``rows``, padded with the token ``pad`` to the longest of them."""
         places = (rows * self.members + np.arange(self.members)[:, None]).ravel()
         sentences = [torch.from_numpy(self.tokens[self.offsets[at] : self.offsets[at + 1]]).long() for at in places]
-        input_ids = torch.nn.utils.rnn.pad_sequence(sentences, batch_first=True, padding_value=pad)
-        lengths = torch.tensor([len(sentence) for sentence in sentences])
-        mask = torch.arange(input_ids.shape[1])[None, :] < lengths[:, None]
+        input_ids, mask = padded(sentences, pad)
         labels = None if self.labels is None else torch.from_numpy(self.labels[rows])
         text_ids = None if self.text_ids is None else torch.from_numpy(self.text_ids[rows].T.ravel())
-        return Batch(input_ids, mask.long(), labels, text_ids)
+        return Batch(input_ids, mask, labels, text_ids)
 
 
 def _tokens_and_offsets(lists: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -351,6 +351,13 @@ def quiet_loading() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+
+
+def padded(sentences: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
+    """n sentences of (S_i,) token ids -> (n, S) ids, padded with ``pad`` to the longest, and their (n, S) mask."""
+    input_ids = torch.nn.utils.rnn.pad_sequence(list(sentences), batch_first=True, padding_value=pad)
+    lengths = torch.tensor([len(sentence) for sentence in sentences])
+    return input_ids, (torch.arange(input_ids.shape[1])[None, :] < lengths[:, None]).long()
 
 
 def masked_mean(states: Tensor, mask: Tensor) -> Tensor:

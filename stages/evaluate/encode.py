@@ -11,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from cluster.config import ClusterConfig
 from cluster.errors import InputError
 from cluster.launch import map_tasks, uses_gpu
-from stages.encoder import Encoder, load_tokenizer
+from stages.encoder import Encoder, load_tokenizer, padded
 from stages.evaluate import cache
 from stages.evaluate.encoded import Encoded
 
@@ -126,14 +125,8 @@ def embed(
     similarities = []
     with torch.no_grad():
         for rows in batches:
-            input_ids = pad_sequence(
-                [torch.tensor(tokens[row]) for row in rows],
-                batch_first=True,
-                padding_value=int(tokenizer.pad_token_id),
-            ).to(device)
-            lengths = torch.tensor([len(tokens[row]) for row in rows], device=device)
-            mask = (torch.arange(input_ids.shape[1], device=device) < lengths[:, None]).long()
-            layers = encoder.layers(input_ids, mask)
+            input_ids, mask = padded([torch.tensor(tokens[row]) for row in rows], int(tokenizer.pad_token_id))
+            layers = encoder.layers(input_ids.to(device), mask.to(device))
             for pooling in poolings:
                 vectors[pooling].append(encoder.pool(layers, pooling).float().cpu())
             cls = layers.cls.float()                                               # (T+1, B, d)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from cluster.world import World
-from stages.encoder import Encoder
+from stages.encoder import Encoder, padded
 from stages.evaluate.classifier import select_and_test, transfer_scores
 from stages.evaluate.sts import (
     ScoredPairs,
@@ -88,10 +88,7 @@ class SharedSentences:
         return found
 
     def _encode(self, encoder: Encoder, rows: list[int], device: torch.device) -> Tensor:
-        tokens = [torch.tensor(self.tokens[row]) for row in rows]
-        ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=self.pad)
-        lengths = torch.tensor([len(sentence) for sentence in tokens])
-        mask = (torch.arange(ids.shape[1])[None, :] < lengths[:, None]).long()
+        ids, mask = padded([torch.tensor(self.tokens[row]) for row in rows], self.pad)
         embeddings: Tensor = encoder(ids.to(device), mask.to(device)).embedding
         return embeddings
 

@@ -80,9 +80,14 @@ class Method(nn.Module):
     The mean of the losses over workers is the loss of the global batch, and so are its gradients.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, mlp: MLP = "none") -> None:
         super().__init__()
         self.encoder = encoder
+        self.mlp = MLPHead(encoder.dimension) if mlp == "train-only" else None
+
+    def head(self, embedding: Tensor) -> Tensor:
+        """(B, D) what the loss compares: the embeddings, through SimCSE's head if the method has it."""
+        return embedding if self.mlp is None else self.mlp(embedding)
 
     def augment(self, batch: Batch, seeds: NDArray[np.uint64], tokenizer: PreTrainedTokenizerFast) -> Batch:
         """The batch with what the method changes in its tokens, on the CPU; here nothing.
@@ -121,10 +126,6 @@ class Beside:
 class TwoViewMethod(Method):
     """A method whose loss needs two dropout views of each sentence, if need be through SimCSE's head."""
 
-    def __init__(self, encoder: Encoder, mlp: MLP) -> None:
-        super().__init__(encoder)
-        self.mlp = MLPHead(encoder.dimension) if mlp == "train-only" else None
-
     def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
         """Encode both views in one pass, then leave autocast for the loss."""
         first, second = two_views(self.encoder, batch)
@@ -134,10 +135,6 @@ class TwoViewMethod(Method):
     def loss(self, first: Encoding, second: Encoding, world: World) -> tuple[Tensor, Metrics]:
         """() loss of this worker's anchors against the global batch, and what to log."""
         raise NotImplementedError
-
-    def head(self, embedding: Tensor) -> Tensor:
-        """(B, D) what the loss compares."""
-        return embedding if self.mlp is None else self.mlp(embedding)
 
 
 def two_views(encoder: Encoder, batch: Batch) -> tuple[Encoding, Encoding]:

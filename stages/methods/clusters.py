@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stages.methods.functional import outside_margins
+
 
 def scattered_centroids(points: Tensor, cosines: Tensor, k: int) -> Tensor:
     """K points of a batch to begin with, each as unlike the one before as can be.
@@ -79,5 +81,4 @@ def bidirectional_margin_loss(
     Source: ClusterNS, section 3.3, arXiv:2305.09892; SNCSE, arXiv:2201.05979.
     """
     differences = cosines - cosines.gather(1, targets[:, None])
-    losses = F.relu(differences + alpha) + F.relu(-differences - beta)
-    return losses.masked_fill(~false_negatives, 0.0).mean()
+    return outside_margins(differences, alpha, beta).masked_fill(~false_negatives, 0.0).mean()

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from cluster.errors import InputError
 from cluster.queue import Queue
 from cluster.world import World
-from stages.encoder import Encoder, MLPHead
+from stages.encoder import Encoder
 from stages.methods.base import MLP, Batch, Beside, Method, MethodSettings, Metrics, full_precision, own_rows
 from stages.methods.functional import info_nce
 from stages.methods.repetition import draw_places, left_out, repeat, sentences, with_second
@@ -56,9 +56,8 @@ class ESimCSE(Method):
     """Equation 6: SimCSE's loss with the queue among the candidates."""
 
     def __init__(self, encoder: Encoder, config: ESimCSEConfig) -> None:
-        super().__init__(encoder)
+        super().__init__(encoder, config.mlp)
         self.config = config
-        self.mlp = MLPHead(encoder.dimension) if config.mlp == "train-only" else None
         self.queue = Queue(config.queue_length, encoder.dimension)
         self.momentum = Beside(copy.deepcopy(encoder)) if config.queue_length > 0 else None
 
@@ -78,15 +77,12 @@ class ESimCSE(Method):
         """The loss against the queue as it stands; then the momentum encoder's embeddings of this batch join it."""
         embeddings = self.encoder(batch.input_ids, batch.attention_mask).embedding
         with full_precision(embeddings.device):
-            anchors, positives = F.normalize(self._head(embeddings), dim=-1).chunk(2)
+            anchors, positives = F.normalize(self.head(embeddings), dim=-1).chunk(2)
             loss, metrics = self._loss(anchors, positives, world)
         if self.momentum is not None:
             ids, mask = batch.input_ids.chunk(2)[0], batch.attention_mask.chunk(2)[0]
             self._remember(self.momentum, ids, mask, world)
         return loss, metrics
-
-    def _head(self, embeddings: Tensor) -> Tensor:
-        return embeddings if self.mlp is None else self.mlp(embeddings)
 
     def _loss(self, anchors: Tensor, positives: Tensor, world: World) -> tuple[Tensor, Metrics]:
         """Cross-entropy of this worker's (n, D) anchors against all workers' positives and the queue."""
@@ -110,7 +106,7 @@ class ESimCSE(Method):
             kept.lerp_(weight.to(kept.dtype), 1 - self.config.momentum)
         embeddings = follower(ids, mask).embedding
         with full_precision(ids.device):
-            self.queue.push(world.gather(F.normalize(self._head(embeddings), dim=-1)))
+            self.queue.push(world.gather(F.normalize(self.head(embeddings), dim=-1)))
 
     def resume_state(self) -> dict[str, Tensor]:
         """The queue and the momentum encoder."""

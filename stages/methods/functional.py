@@ -307,8 +307,12 @@ def bidirectional_margins(
 
     Source: SNCSE, the bidirectional margin loss of section 3, arXiv:2201.05979.
     """
-    difference = (anchors * negatives).sum(dim=-1) - (anchors * positives).sum(dim=-1)
-    return F.relu(difference + least) + F.relu(-difference - greatest)
+    return outside_margins((anchors * negatives).sum(dim=-1) - (anchors * positives).sum(dim=-1), least, greatest)
+
+
+def outside_margins(differences: Tensor, least: float, greatest: float) -> Tensor:
+    """max(0, d + least) + max(0, -d - greatest) of each difference d in cosine, negative less positive."""
+    return F.relu(differences + least) + F.relu(-differences - greatest)
 
 
 def replaced_token_losses(logits: Tensor, replaced: Tensor) -> Tensor:

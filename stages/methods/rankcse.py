@@ -13,7 +13,6 @@ from cluster.world import World
 from stages.encoder import (
     Encoder,
     EncoderConfig,
-    MLPHead,
     Pooling,
     check_encoder,
     check_poolings,
@@ -112,15 +111,14 @@ class RankCSE(Method):
     """l = l_InfoNCE + beta l_consistency + gamma l_distillation."""
 
     def __init__(self, encoder: Encoder, config: RankCSEConfig) -> None:
-        super().__init__(encoder)
+        super().__init__(encoder, config.mlp)
         self.config = config
-        self.mlp = MLPHead(encoder.dimension) if config.mlp == "train-only" else None
         self.teachers = [Beside(Encoder.load(name, config.teacher_config(name))) for name in config.teachers]
 
     def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
         """Encode both views in one pass, let the teachers rank the batch, then leave autocast for the loss."""
         first, second = (
-            view.embedding if self.mlp is None else self.mlp(view.embedding) for view in two_views(self.encoder, batch)
+            self.head(view.embedding) for view in two_views(self.encoder, batch)
         )
         with full_precision(first.device):
             taught = self.taught(batch, world)

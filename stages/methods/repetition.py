@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
+from stages.encoder import padded
 from stages.methods.base import Batch
 
 # English words that carry grammar rather than meaning; in other languages every token may come twice.
@@ -102,14 +103,9 @@ def with_second(
         hidden: what was masked in the others, as long as they; None: nothing.
     """
     first = list(sentences(batch))
-    rows = [*first, *second]
-    ids = _padded(rows, pad)
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = (torch.arange(ids.shape[1])[None, :] < lengths[:, None]).long()
-    masked = None if hidden is None else _padded([*(np.full(len(row), -100) for row in first), *hidden], -100)
+    ids, mask = padded([torch.from_numpy(row) for row in (*first, *second)], pad)
+    masked = None
+    if hidden is not None:
+        nothing = [np.full(len(row), -100) for row in first]
+        masked, _ = padded([torch.from_numpy(row) for row in (*nothing, *hidden)], -100)
     return Batch(ids, mask, hidden=masked, done=batch.done)
-
-
-def _padded(rows: Sequence[NDArray[np.int64]], value: int) -> torch.Tensor:
-    tensors = [torch.from_numpy(row) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)

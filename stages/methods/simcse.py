@@ -7,7 +7,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from cluster.world import World
-from stages.encoder import Encoder, Encoding, MLPHead
+from stages.encoder import Encoder, Encoding
 from stages.methods.base import MLP, Batch, Method, MethodSettings, Metrics, TwoViewMethod, full_precision, own_rows
 from stages.methods.functional import hard_negative_info_nce, info_nce
 
@@ -56,15 +56,14 @@ class SupervisedSimCSE(Method):
     """The loss of equation 5: every contradiction of the global batch is a negative of every anchor."""
 
     def __init__(self, encoder: Encoder, config: SupervisedSimCSEConfig) -> None:
-        super().__init__(encoder)
+        super().__init__(encoder, config.mlp)
         self.config = config
-        self.mlp = MLPHead(encoder.dimension) if config.mlp == "train-only" else None
 
     def forward(self, batch: Batch, world: World) -> tuple[Tensor, Metrics]:
         """Encode all sentences of the triplets in one pass, then leave autocast for the loss."""
         embeddings = self.encoder(batch.input_ids, batch.attention_mask).embedding
         with full_precision(embeddings.device):
-            compared = embeddings if self.mlp is None else self.mlp(embeddings)
+            compared = self.head(embeddings)
             anchors, positives, negatives = F.normalize(compared, dim=-1).chunk(3)
             return self.loss(anchors, positives, negatives, world)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.errors import InputError
 from cluster.world import World
-from stages.encoder import Encoder, MLPHead
+from stages.encoder import Encoder, padded
 from stages.methods.base import MLP, Batch, Method, MethodSettings, Metrics, full_precision, own_rows
 from stages.methods.functional import bidirectional_margins, info_nce
 from stages.methods.negation import negate
@@ -56,9 +56,8 @@ class SNCSE(Method):
     """
 
     def __init__(self, encoder: Encoder, config: SNCSEConfig) -> None:
-        super().__init__(encoder)
+        super().__init__(encoder, config.mlp)
         self.config = config
-        self.mlp = MLPHead(encoder.dimension) if config.mlp == "train-only" else None
 
     def augment(self, batch: Batch, seeds: NDArray[np.uint64], tokenizer: PreTrainedTokenizerFast) -> Batch:
         """The n sentences and, below, their n negations; a sentence without one stands there as itself."""
@@ -68,11 +67,8 @@ class SNCSE(Method):
             sentence if negated is None else self._tokens(negated, tokenizer)
             for sentence, negated in zip(sentences, map(negate, texts), strict=True)
         ]
-        pad = int(tokenizer.pad_token_id)
-        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
-        lengths = torch.tensor([len(row) for row in rows])
-        mask = torch.arange(input_ids.shape[1])[None, :] < lengths[:, None]
-        return replace(batch, input_ids=input_ids, attention_mask=mask.long())
+        input_ids, mask = padded(rows, int(tokenizer.pad_token_id))
+        return replace(batch, input_ids=input_ids, attention_mask=mask)
 
     def _tokens(self, text: str, tokenizer: PreTrainedTokenizerFast) -> Tensor:
         return torch.tensor(tokenizer(text, truncation=True, max_length=self.encoder.config.max_length)["input_ids"])
@@ -86,7 +82,7 @@ class SNCSE(Method):
             torch.cat([sentences, sentences, others[negated]]), torch.cat([mask, mask, other_mask[negated]])
         ).embedding
         with full_precision(embeddings.device):
-            units = F.normalize(embeddings if self.mlp is None else self.mlp(embeddings), dim=-1)
+            units = F.normalize(self.head(embeddings), dim=-1)
             anchors, positives, negatives = units.tensor_split((len(sentences), 2 * len(sentences)))
             return self.loss(anchors, positives, negatives, negated, world)
 

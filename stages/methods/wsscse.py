@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from cluster.world import World
-from stages.encoder import Encoder, MLPHead
+from stages.encoder import Encoder
 from stages.methods.base import MLP, Batch, Method, MethodSettings, Metrics, full_precision, own_rows
 from stages.methods.functional import info_nce, masked_token_loss
 from stages.methods.generator import Choice, Generator
@@ -43,9 +43,8 @@ class WSSCSE(Method):
     """l = l_CON + lambda l_WSS + l_MLM."""
 
     def __init__(self, encoder: Encoder, config: WSSCSEConfig) -> None:
-        super().__init__(encoder)
+        super().__init__(encoder, config.mlp)
         self.config = config
-        self.mlp = MLPHead(encoder.dimension) if config.mlp == "train-only" else None
         self.generator = Generator.load(encoder, config.generator == "own") if config.masked > 0 else None
         self.augments = config.weak_weight > 0 or config.masked > 0
 
@@ -81,7 +80,7 @@ class WSSCSE(Method):
         masks = [mask, mask, weak_mask][: len(views)]
         embeddings = self.encoder(torch.cat(views), torch.cat(masks)).embedding
         with full_precision(embeddings.device):
-            compared = embeddings if self.mlp is None else self.mlp(embeddings)
+            compared = self.head(embeddings)
             contrast, parts = self._contrast(F.normalize(compared, dim=-1).chunk(len(views)), world)
             loss = contrast + masked_lm
         return loss, {"loss": loss.detach()} | parts | metrics
