@@ -1,12 +1,14 @@
 """The methods side by side on real data, at an equal budget: trained by the pipeline, shown in a table.
 
     python benchmarks/methods.py unsupervised|sts-b|mrpc|lcqmc|bq|wsscse [--seeds 1 2 3] [--only NAME ...] [--steps N]
+                                 [--set KEY=VALUE ...]
 
 Finished trainings are found again in the store under ``--root``, finished scores in ``results.json`` there, so a run
 that was interrupted goes on. The research data lie where APINCSE_SHARED says.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,21 +157,31 @@ def character_encoder(file: Path, folder: Path) -> Path:
     return made
 
 
-def of_seed(variant: Variant, seed: int, root: Path) -> Variant:
-    """RankCSE's teacher is what SimCSE trained with the same seed, a line above."""
-    if variant.config != "raw-rankcse":
-        return variant
-    teacher = root / f"unsupervised-simcse-{seed}" / "train/encoder"
-    return replace(variant, settings=variant.settings | {"train.method.teacher": str(teacher)})
+def named(group: str, label: str, seed: int, steps: int) -> str:
+    """The folder of a run."""
+    return f"{group}-{'-'.join(label.replace(',', '').split())}-{steps}-{seed}"
 
 
-def run(variant: Variant, seed: int, steps: int, group: str, root: Path) -> dict[str, float]:
-    """Train and score one variant; returns what its line shows."""
-    name = f"{group}-{'-'.join(variant.label.replace(',', '').split())}-{seed}"
-    settings = {"name": name, "root": str(root), "seed": seed, "train.steps": steps, "tracking.enabled": "false"}
+def overrides(variant: Variant, seed: int, steps: int, group: str, root: Path) -> list[str]:
+    """What the command sets for one run; RankCSE's teacher is what SimCSE trained with the same seed, a line above."""
+    settings = {"name": named(group, variant.label, seed, steps), "root": root, "seed": seed, "train.steps": steps}
     settings |= {key: json.dumps(value) for key, value in variant.settings.items()}
+    if variant.config == "raw-rankcse":
+        settings["train.method.teacher"] = root / named(group, "simcse", seed, steps) / "train/encoder"
+    return [*(f"{key}={value}" for key, value in settings.items()), "tracking.enabled=false"]
+
+
+def digest(variant: Variant, settings: Sequence[str]) -> str:
+    """Changes with anything that the run's config says."""
+    from pipeline.config import load_config
+
+    return hashlib.sha256(load_config(variant.config, settings).model_dump_json().encode()).hexdigest()[:12]
+
+
+def run(variant: Variant, settings: Sequence[str], name: str, group: str, root: Path) -> dict[str, float]:
+    """Train and score one variant; returns what its line shows."""
     command = [sys.executable, str(ROOT / "pipeline/run.py"), "--config", variant.config]
-    command += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    command += [part for setting in settings for part in ("--set", setting)]
     if group in ("unsupervised", "wsscse"):
         command += ["--until", "train"]
     started = time.monotonic()
@@ -240,6 +252,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", help="labels of lines, or what they begin with")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: 300, or about three epochs)")
+    parser.add_argument("--set", nargs="+", default=[], dest="settings", metavar="KEY=VALUE", help="for all lines")
     parser.add_argument("--root", type=Path, default=Path("runs/methods"))
     options = parser.parse_args()
     root = options.root.absolute()
@@ -252,10 +265,12 @@ def main() -> None:
         for variant in variants(options.group, root):
             if options.only and not any(variant.label.startswith(label) for label in options.only):
                 continue
-            key = f"{options.group}/{variant.label}/{seed}/{steps}"
+            settings = [*overrides(variant, seed, steps, options.group, root), *options.settings]
+            name = named(options.group, variant.label, seed, steps)
+            key = f"{name} {digest(variant, settings)}"
             if key not in known:
-                print(key, file=sys.stderr)
-                known[key] = run(of_seed(variant, seed, root), seed, steps, options.group, root)
+                print(key, file=sys.stderr, flush=True)
+                known[key] = run(variant, settings, name, options.group, root)
                 with tempfile.NamedTemporaryFile("w", dir=root, delete=False) as file:
                     json.dump(known, file, indent=1)
                 Path(file.name).replace(kept)
