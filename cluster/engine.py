@@ -1,15 +1,24 @@
 """How a loss becomes an optimizer step: plain PyTorch, or Accelerate with DDP or DeepSpeed's ZeRO."""
 
+import math
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cluster.config import ClusterConfig
 from cluster.world import World
+
+CHECKPOINT = "engine.safetensors"
+"""Every parameter whole in float32, with Adam's two moments: it fits any number of workers and any strategy."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine(Protocol):
@@ -20,7 +29,11 @@ class Engine(Protocol):
     device: torch.device
 
     def step(self, loss: Tensor, learning_rate: float) -> float:
-        """Backward, clip, update; every rank calls it. Returns the norm of the unclipped mean gradient."""
+        """Backward, clip, update; every rank calls it.
+
+        Returns:
+            The norm of the unclipped mean gradient; where that is not finite, nothing was updated.
+        """
         ...
 
     def weights(self) -> dict[str, Tensor]:
@@ -28,11 +41,11 @@ class Engine(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizer state; every rank calls it."""
+        """Rank 0 writes ``CHECKPOINT``, weights and optimizer state; every rank calls it."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Go on from ``save``; every rank calls it."""
+        """Go on from ``save`` of any engine and any number of ranks; every rank calls it."""
         ...
 
 
@@ -44,15 +57,17 @@ class PlainEngine:
         self.model = self.module = module.to(self.device)
         self.optimizer = optimizer
         self.clipping = clipping
+        self.writes = True
 
     def step(self, loss: Tensor, learning_rate: float) -> float:
         """One AdamW step."""
         set_learning_rate(self.optimizer, learning_rate)
         self._backward(loss)
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clipping)
-        self.optimizer.step()
+        norm = float(nn.utils.clip_grad_norm_(self.module.parameters(), self.clipping))
+        if math.isfinite(norm):
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(norm)
+        return norm
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -62,14 +77,24 @@ class PlainEngine:
         return _copied(self.module)
 
     def save(self, folder: Path) -> None:
-        """``folder/engine.pt``."""
-        torch.save({"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}, folder / "engine.pt")
+        """What this process holds is the whole."""
+        if self.writes:
+            states = {name: self.optimizer.state[value] for name, value in self.module.named_parameters()}
+            updates = next((int(state["step"]) for state in states.values() if state), 0)
+            whole = {name: value.detach() for name, value in self.module.named_parameters()}
+            for name, state in states.items():
+                whole |= {f"{name}:{moment}": state[moment] for moment in MOMENTS if state}
+            _write(folder, whole, updates)
 
     def load(self, folder: Path) -> None:
-        """From ``folder/engine.pt``."""
-        state = torch.load(folder / "engine.pt", map_location="cpu", weights_only=True)
-        self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Copy every tensor into its place."""
+        with safe_open(folder / CHECKPOINT, "pt") as whole, torch.no_grad():
+            updates = _updates(whole)
+            for name, value in self.module.named_parameters():
+                value.copy_(whole.get_tensor(name))
+                if updates:
+                    state = {moment: whole.get_tensor(f"{name}:{moment}").to(value) for moment in MOMENTS}
+                    self.optimizer.state[value] = {"step": torch.tensor(float(updates)), **state}
 
 
 class DDPEngine(PlainEngine):
@@ -94,18 +119,13 @@ class DDPEngine(PlainEngine):
         super().__init__(module, optimizer, clipping)
         self.device = self._accelerator.device
         self.model, self.optimizer = self._accelerator.prepare(module, optimizer)
-        self._writes = world.rank == 0
+        self.writes = world.rank == 0
         if world.size > 1 and not isinstance(self.model, nn.parallel.DistributedDataParallel):
             raise RuntimeError(f"Accelerate prepared a {type(self.model).__name__} where DDP was asked for")
 
     def _backward(self, loss: Tensor) -> None:
         """Leave the gradient averaged over ranks."""
         self._accelerator.backward(loss)
-
-    def save(self, folder: Path) -> None:
-        """As one process does, by rank 0: every rank holds the same."""
-        if self._writes:
-            super().save(folder)
 
 
 class DeepSpeedEngine:
@@ -148,6 +168,7 @@ class DeepSpeedEngine:
         self.model, self.optimizer = self._accelerator.prepare(module, optimizer)
         self.module = self.model.module
         self.stage = stage
+        self._world = world
         if not isinstance(self.model, deepspeed.DeepSpeedEngine):
             raise RuntimeError(f"Accelerate prepared a {type(self.model).__name__}, no DeepSpeed engine")
 
@@ -167,14 +188,98 @@ class DeepSpeedEngine:
             return _copied(self.module)
 
     def save(self, folder: Path) -> None:
-        """DeepSpeed's checkpoint, each rank its shard."""
-        self.model.save_checkpoint(str(folder), tag="engine", save_latest=False)
+        """Gather each parameter and its moments from the ranks that share them."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        whole: dict[str, Tensor] = {}
+        updates = next((int(state["step"]) for state in self._states() if state), 0)
+        for name, parameter in self.module.named_parameters():
+            values = {name: safe_get_full_fp32_param(parameter)}
+            for moment in MOMENTS if updates else ():
+                values[f"{name}:{moment}"] = safe_get_full_optimizer_state(parameter, moment)
+            if self._world.rank == 0:                          # the others would only hold memory
+                whole |= {key: value.to("cpu", copy=True).reshape(_shape(parameter)) for key, value in values.items()}
+        if self._world.rank == 0:
+            _write(folder, whole, updates)
 
     def load(self, folder: Path) -> None:
-        """From DeepSpeed's checkpoint of the same number of workers."""
-        loaded, _ = self.model.load_checkpoint(str(folder), tag="engine")
-        if loaded is None:
-            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}")
+        """Every rank takes its parts: of the master weights, of the moments, and of the weights that it computes with.
+
+        DeepSpeed makes an optimizer's state at its first step; here it is made before.
+        """
+        with safe_open(folder / CHECKPOINT, "pt") as whole, torch.no_grad():
+            updates = _updates(whole)
+            for flat, state in zip(self._flat_parameters(), self._states(), strict=True):
+                if updates:
+                    for moment in MOMENTS:
+                        state.setdefault(moment, torch.zeros_like(flat))
+                    state["step"] = torch.tensor(float(updates))
+            if updates and self.stage < 3:
+                self._zero._lazy_init_hp_params_optimizer_state()
+            for name, parameter in self.module.named_parameters():
+                self._set(parameter, whole.get_tensor(name))
+                for moment in MOMENTS if updates else ():
+                    self._set(parameter, whole.get_tensor(f"{name}:{moment}"), moment)
+
+    @property
+    def _zero(self) -> Any:
+        """DeepSpeed's optimizer, which shards the one that it was given."""
+        return self.model.optimizer
+
+    def _flat_parameters(self) -> list[Tensor]:
+        """This rank's master weights as the sharded optimizer sees them."""
+        flat: list[Tensor] = (
+            self._zero.fp32_partitioned_groups_flat if self.stage == 3 else self._zero.single_partition_of_fp32_groups
+        )
+        return flat
+
+    def _states(self) -> Iterator[dict[str, Any]]:
+        """Of the sharded optimizer."""
+        return (self._zero.optimizer.state[flat] for flat in self._flat_parameters())
+
+    def _set(self, parameter: nn.Parameter, value: Tensor, moment: str | None = None) -> None:
+        """Give this rank its part of a weight or moment."""
+        import deepspeed
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        value = value.to(self.device)
+        if self.stage < 3:
+            if moment is not None:
+                safe_set_full_optimizer_state(parameter, value, moment)
+                return
+            safe_set_full_fp32_param(parameter, value)
+            parameter.copy_(value)
+            return
+        rows = parameter.ds_tensor.numel()                     # type: ignore[attr-defined]
+        padded = F.pad(value.flatten(), (0, rows * self._world.size - value.numel()))
+        part = padded[self._world.rank * rows :][:rows]
+        if moment is not None:
+            safe_set_local_optimizer_state(parameter, part, moment)
+            return
+        safe_set_local_fp32_param(parameter, part)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(value)
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    """A parameter's own shape; ZeRO-3 leaves it empty between steps."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def _write(folder: Path, whole: dict[str, Tensor], updates: int) -> None:
+    tensors = {name: value.to("cpu").contiguous() for name, value in whole.items()}
+    save_file(tensors, folder / CHECKPOINT, {"updates": str(updates)})
+
+
+def _updates(checkpoint: Any) -> int:
+    """How often the optimizer had changed the weights."""
+    return int(checkpoint.metadata()["updates"])
 
 
 def _copied(module: nn.Module) -> dict[str, Tensor]:
