@@ -26,7 +26,9 @@ Result = TypeVar("Result")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-DETERMINISTIC = (ValueError, TypeError, LookupError, AttributeError, NameError, ImportError, ArithmeticError)
+DETERMINISTIC = (
+    ValueError, TypeError, LookupError, AttributeError, NameError, ImportError, ArithmeticError, MemoryError,
+)  # fmt: skip
 """What a worker raises again however often it is tried, InputError included; lost peers show as RuntimeErrors."""
 
 

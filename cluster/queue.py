@@ -34,7 +34,7 @@ class Queue:
         if self._ring.device != vectors.device:
             self._ring = self._ring.to(vectors.device)
         places = (self.pushed + torch.arange(len(vectors), device=vectors.device)) % self.length
-        self._ring[places] = vectors.detach().float()
+        self._ring[places] = vectors.detach().float().nan_to_num(0, 0, 0)      # a bad step must not spoil later ones
         self.pushed += len(vectors)
         return places
 

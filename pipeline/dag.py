@@ -18,9 +18,10 @@ from pydantic import BaseModel
 from cluster.errors import InputError
 from cluster.launch import root_cause
 from pipeline.store import Entry, Lock, Store, stage_key
-from stages.context import Context
+from stages.context import STOP, Context
 
 POLL = 0.3                                                     # seconds between looks at the running stages
+SAVING = 60.0                                                  # seconds that a stage has to save what it has
 STOPPING = 10.0                                                # seconds that cancelled stages have to end
 
 
@@ -37,6 +38,7 @@ class Stage:
     also: str = ""                                             # whatever else decides the result
     indifferent: tuple[str, ...] = ()                          # dotted fields of the config that do not
     version: int = 1                                           # raise it when the code's results change
+    stoppable: bool = False                                    # it heeds the STOP file
     cpus: float = 0.0                                          # of the stage's own process; its tasks and workers
                                                                # claim theirs beside it
 
@@ -150,6 +152,9 @@ class Watcher:
     def waiting(self, stage: str, holder: str) -> None:
         """Another run holds the stage's lock."""
 
+    def stopping(self, stage: str) -> None:
+        """A stage was asked to save what it has and end."""
+
     def poll(self) -> None:
         """Called a few times a second."""
 
@@ -178,6 +183,9 @@ def execute(
             execution.start_ready()
             execution.collect()
             watcher.poll()
+    except KeyboardInterrupt:
+        execution.let_save()
+        raise
     finally:
         execution.abandon()
     return [execution.outcomes[item.stage.name] for item in planned]
@@ -248,6 +256,15 @@ class _Execution:
         if failed:
             raise failed[0]
 
+    def let_save(self) -> None:
+        """Ask the running stages that can to save what they have, and wait until they have ended."""
+        stoppable = {task: item for task, (item, _, _) in self._running.items() if item.stage.stoppable}
+        for item in stoppable.values():
+            (item.entry.partial / STOP).touch()
+            self._watcher.stopping(item.stage.name)
+        if stoppable:
+            ray.wait(list(stoppable), num_returns=len(stoppable), timeout=SAVING)
+
     def abandon(self) -> None:
         """Stop what still runs; its partial folders stay."""
         for task in self._running:
@@ -276,7 +293,8 @@ class _Execution:
 def _start(item: Planned, store: Store, inputs: Sequence[Any], context: Context) -> Any:
     if item.fresh:
         store.discard_partial(item.entry)                      # finished work stays until it can be replaced
-    (context.out / "progress.json").unlink(missing_ok=True)    # of a run that was killed
+    for leftover in ("progress.json", STOP):                   # of a run that was killed
+        (context.out / leftover).unlink(missing_ok=True)
     context.out.mkdir(parents=True, exist_ok=True)
     stage = item.stage
     remote = _run_stage.options(num_cpus=stage.cpus, name=stage.name)

@@ -55,6 +55,10 @@ class Display(Watcher):
         """Say who is computing the same thing."""
         self.say(f"{stage}: waiting for {holder}, which is computing the same; its result will be used")
 
+    def stopping(self, stage: str) -> None:
+        """Say why the command does not end at once."""
+        self.say(f"{stage}: saving after this step")
+
     def poll(self) -> None:
         """Bring bars up to date."""
         for stage, (partial, started) in self._running.items():

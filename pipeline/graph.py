@@ -26,7 +26,9 @@ NOT_DECISIVE = (
     "evaluate.keep_embeddings",
 )
 DATA_OF_EVALUATION = {"data", "sts", "similarity", "transfer", "protocol", "allow_partial"}  # which pairs are scored
-BOOKKEEPING = ("train.log_every", "train.checkpoint_every")    # change no weight
+BOOKKEEPING = (                                                # change no weight
+    "train.log_every", "train.checkpoint_every", "train.keep_checkpoints", "train.max_nonfinite",
+)  # fmt: skip
 
 
 def graph(config: Config) -> tuple[Stage, ...]:
@@ -120,7 +122,10 @@ def _train(config: Config, settings: TrainConfig, cluster: ClusterConfig) -> Sta
         reads |= _encoder_files(name)
     precision = "" if cluster.precision == "auto" else cluster.precision
     version = settings.method.version
-    return Stage("train", train, job, ("corpus",), reads, also=precision, indifferent=BOOKKEEPING, version=version)
+    return Stage(
+        "train", train, job, ("corpus",), reads, also=precision, indifferent=BOOKKEEPING, stoppable=True,
+        version=version,
+    )  # fmt: skip
 
 
 def _add(reads: dict[str, list[str]], named: str, files: Sequence[str]) -> None:

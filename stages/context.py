@@ -8,6 +8,9 @@ from pathlib import Path
 
 from cluster.config import ClusterConfig
 
+STOP = "stop"
+"""A file in a stage's folder that asks it to save what it has and end, if it can."""
+
 
 @dataclass
 class Progress:
@@ -39,6 +42,11 @@ class Context:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: tuple[str, str] | None = None                    # MLflow tracking URI and run id, for live metrics
     embeddings: Path | None = None                             # folder where evaluations keep embeddings for each other
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether the stage should save what it has and end."""
+        return (self.out / STOP).exists()
 
     @property
     def progress(self) -> Progress:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, Field, NonNegativeFloat
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
@@ -177,6 +178,7 @@ class Encoder(nn.Module):
         hidden: int = backbone.config.hidden_size               # type: ignore[union-attr, assignment]
         self.pooler = LayerAttention(hidden, config.layer_attention) if config.pooling == "layer-attention" else None
         self.head = MLPHead(hidden) if config.head == "mlp" else None
+        self.at_once: int | None = None                        # sequences encoded together in training; None: all
         self._tapped: list[tuple[Tensor, Tensor]] = []
         self._mask: Tensor | None = None
         for layer in (backbone.embeddings, *backbone.encoder.layer):  # type: ignore[union-attr, misc]
@@ -213,7 +215,20 @@ class Encoder(nn.Module):
 
         Returns:
             The [CLS] and mean vector of each of the T+1 layers, in the backbone's precision.
+
+        With ``at_once``, training keeps the vectors of all sequences but the activations of a few: the others' are
+        computed again in the backward pass, with the same dropout. The gradients are those of one pass.
+
+        Source: GradCache, arXiv:2101.06983; as one graph, so that every strategy reduces its gradients as ever.
         """
+        if self.at_once is None or not torch.is_grad_enabled() or len(input_ids) <= self.at_once:
+            return self._layers(input_ids, attention_mask)
+        starts = range(0, len(input_ids), self.at_once)
+        chunks = ((input_ids[at : at + self.at_once], attention_mask[at : at + self.at_once]) for at in starts)
+        parts = [checkpoint(self._layers, *chunk, use_reentrant=False) for chunk in chunks]
+        return Layers(*(torch.cat(vectors, dim=1) for vectors in zip(*parts, strict=True)))
+
+    def _layers(self, input_ids: Tensor, attention_mask: Tensor) -> Layers:
         self._tapped, self._mask = [], attention_mask
         try:
             self.backbone(input_ids=input_ids, attention_mask=attention_mask)

@@ -5,14 +5,14 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -20,9 +20,12 @@ from cluster.config import ClusterConfig
 from cluster.engine import Engine, build_engine
 from cluster.errors import InputError
 from cluster.launch import train_on_workers
+from cluster.memory import explained_memory
 from cluster.world import World
+from stages import checkpoints
 from stages.artifacts import Corpus, LabelledRows, TrainedEncoder
 from stages.batches import TokenisedSentences, global_rows, own_share, row_seeds, to_device
+from stages.checkpoints import Position
 from stages.context import Context, Progress
 from stages.encoder import Encoder, EncoderConfig, check_encoder, load_tokenizer, max_positions
 from stages.evaluate.config import GRADED_SAMPLE, TRANSFER_TASKS, TransferTasks, tasks_of
@@ -34,6 +37,11 @@ from stages.methods.registry import MethodConfig
 from stages.tracking import LiveMetrics
 
 log = logging.getLogger(__name__)
+
+SAVES_MEMORY = (
+    "lower train.micro_batch_size (gradient caching: the same gradients), train.batch_size or encoder.max_length, "
+    "set cluster.precision=bf16 on a GPU, or share the optimizer's memory among more workers by cluster.strategy=zero2"
+)
 
 
 class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
@@ -53,6 +61,11 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     eval_every: PositiveInt = 125                              # steps between validations
     patience: PositiveInt | None = None                        # validations without a new best before stopping
     checkpoint_every: PositiveInt = 125                        # steps between points from which a rerun goes on
+    keep_checkpoints: PositiveInt = 2                          # newest ones kept while training
+    micro_batch_size: PositiveInt | None = None                # sequences a worker encodes at once; null: all. A few
+                                                               # save memory for a second forward pass (GradCache)
+    max_nonfinite: NonNegativeInt = 3                          # steps in a row that are skipped because their gradient
+                                                               # is not finite; one more stops the run
     validation: ValidationFile | None = None                   # scored pairs; null: STS-B dev, or the graded sample's
     transfer: TransferTasks = "none"                           # tasks whose dev accuracy is logged at each validation,
                                                                # by the fast protocol of 5 folds
@@ -79,18 +92,6 @@ class Task:
     job: TrainJob
     corpus: Path
     context: Context
-
-
-@dataclass
-class Position:
-    """Where a training run is; with the weights and the method's state, all that resuming needs."""
-
-    step: int = 0                                              # optimizer steps done
-    best_step: int = 0
-    best_score: float | None = None
-    without_improvement: int = 0                               # validations since the best
-    workers: int = 1
-    strategy: str = "ddp"
 
 
 def check_train(job: TrainJob, cluster: ClusterConfig) -> dict[str, list[str]]:
@@ -162,6 +163,8 @@ def train(job: TrainJob, corpus: Corpus | LabelledRows, context: Context) -> Tra
         note = "starting a worker" if workers == 1 else f"starting {workers} workers"
         context.progress.update(0, None, "steps", note)
         train_on_workers(train_worker, Task(job, corpus.folder, context), context.cluster, name, records)
+        if not finished.is_file():
+            raise InterruptedError("training was stopped, and has a checkpoint of its last step")
         shutil.rmtree(records, ignore_errors=True)
         shutil.rmtree(context.out / "checkpoints", ignore_errors=True)
     result = json.loads(finished.read_text())
@@ -172,37 +175,30 @@ def train_worker(task: Task, world: World) -> None:
     """The training loop, run by every worker alike."""
     config = task.job.train
     _tell(task, world, "loading encoder and sentences")
-    run = Run.prepare(task, world)
-    position = run.resume()
-    if position.step == 0:
-        run.record({"step": 0, "validation_spearman": run.validate(), **run.watch()})
-    for step in range(position.step, run.steps):
-        if config.patience is not None and position.without_improvement >= config.patience:
-            break
-        run.method.train()
-        loss, metrics = run.engine.model(run.batch(step), world)
-        rate = learning_rate(step, run.steps, config.learning_rate, config.warmup)
-        norm = run.engine.step(loss, rate)
-        require_finite(norm, step + 1)
-        position.step = step + 1
-        run.log_step(position.step, metrics, rate, norm)
-        if position.step % config.eval_every == 0 or position.step == run.steps:
-            run.keep_if_best(position, run.validate())
-        if position.step % config.checkpoint_every == 0 and position.step < run.steps:
-            run.save(position)
-    run.finish(position)
-
-
-def require_finite(norm: float, step: int) -> None:
-    """Stop before a gradient that is no number has spoilt the weights for long.
-
-    Raises:
-        FloatingPointError: with what may help.
-    """
-    if not math.isfinite(norm):
-        raise FloatingPointError(
-            f"the gradient of step {step} is not finite; lower train.learning_rate, or set cluster.precision=fp32"
-        )
+    with explained_memory(SAVES_MEMORY):
+        run = Run.prepare(task, world)
+        position = run.resume()
+        if position.step == 0:
+            run.record({"step": 0, "validation_spearman": run.validate(), **run.watch()})
+        for step in range(position.step, run.steps):
+            if config.patience is not None and position.without_improvement >= config.patience:
+                break
+            run.method.train()
+            batch = run.batch(step)
+            loss, metrics = run.engine.model(batch, world)
+            rate = learning_rate(step, run.steps, config.learning_rate, config.warmup)
+            norm = run.engine.step(loss, rate)
+            position.step = step + 1
+            run.count_nonfinite(position, norm, batch)
+            run.log_step(position, metrics, rate, norm)
+            if position.step % config.eval_every == 0 or position.step == run.steps:
+                run.keep_if_best(position, run.validate())
+            stopping = run.asked_to_stop()
+            if (position.step % config.checkpoint_every == 0 or stopping) and position.step < run.steps:
+                run.save(position)
+                if stopping:
+                    return
+        run.finish(position)
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
@@ -238,15 +234,15 @@ class Run:
         job, config = task.job, task.job.train
         torch.manual_seed(job.seed)
         encoder = Encoder.load(job.encoder.name, job.encoder, config.dropout)
+        encoder.at_once = config.micro_batch_size
         method = config.method.build(encoder)
         optimizer = torch.optim.AdamW(method.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
         share = config.batch_size // world.size
         engine = build_engine(method, optimizer, config.gradient_clipping, task.context.cluster, world, share)
-        torch.manual_seed(int(np.random.SeedSequence([job.seed, world.rank]).generate_state(1)[0]))
         sentences = TokenisedSentences.read(task.corpus)
         tokenizer, positions = load_tokenizer(job.encoder.name), max_positions(job.encoder.name)
         tracked = task.context.tracking if world.rank == 0 else None
-        return cls(
+        run = cls(
             task,
             world,
             method,
@@ -259,6 +255,8 @@ class Run:
             live=LiveMetrics(tracked),
             progress=task.context.progress,
         )
+        run._seed_workers(step=0)
+        return run
 
     def batch(self, step: int) -> Batch:
         """This worker's share of a step's global batch, augmented by the method; ``step`` counts from 0."""
@@ -288,8 +286,35 @@ class Run:
         self.validating += time.monotonic() - began
         return found
 
-    def log_step(self, step: int, metrics: dict[str, Tensor], rate: float, norm: float) -> None:
+    def count_nonfinite(self, position: Position, norm: float, batch: Batch) -> None:
+        """Count a step that the engine skipped because its gradient, of norm ``norm``, is not finite.
+
+        Raises:
+            FloatingPointError: there were more than ``max_nonfinite`` in a row; each worker's batch is kept.
+        """
+        if math.isfinite(norm):
+            position.nonfinite_in_a_row = 0
+            return
+        position.nonfinite += 1
+        position.nonfinite_in_a_row += 1
+        log.warning("the gradient of step %d is not finite; the step is skipped", position.step)
+        if position.nonfinite_in_a_row > self.task.job.train.max_nonfinite:
+            kept = self.task.context.out / f"nonfinite-step-{position.step:08d}-worker-{self.world.rank}.safetensors"
+            tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+            save_file(checkpoints.apart(tensors), kept)
+            raise FloatingPointError(
+                f"the gradient of step {position.step} is not finite, the {position.nonfinite_in_a_row}. in a row; "
+                f"lower train.learning_rate, or set cluster.precision=fp32; its batch is kept in {kept}"
+            )
+
+    def asked_to_stop(self) -> bool:
+        """Whether the command has to end; all workers hear it after the same step."""
+        asked = self.world.rank == 0 and self.task.context.asked_to_stop
+        return bool(self.world.mean(torch.tensor(float(asked))) > 0)
+
+    def log_step(self, position: Position, metrics: dict[str, Tensor], rate: float, norm: float) -> None:
         """Average over ranks and record, every ``log_every`` steps."""
+        step = position.step
         if step % self.task.job.train.log_every and step != self.steps:
             return
         means = self.world.mean(torch.stack([metrics[name].float() for name in sorted(metrics)])).tolist()
@@ -299,6 +324,8 @@ class Run:
         speed = sentences / max(now - then, 1e-9)
         self.logged = (step, now)
         values = dict(zip(sorted(metrics), means, strict=True))
+        if position.nonfinite:
+            values["nonfinite_steps"] = float(position.nonfinite)
         self.record(
             {"step": step, **values, "learning_rate": rate, "gradient_norm": norm, "sentences_per_second": speed}
         )
@@ -310,8 +337,9 @@ class Run:
         return time.monotonic() - self.started - self.validating
 
     def record(self, values: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, and MLflow, from rank 0."""
+        """One line of metrics.jsonl, and MLflow, from rank 0; what is no number is null."""
         if self.world.rank == 0:
+            values = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
             with (self.task.context.out / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(values) + "\n")
             self.live.log(values["step"], {name: value for name, value in values.items() if name != "step"})
@@ -346,25 +374,21 @@ class Run:
             aside.rename(target)
 
     def save(self, position: Position) -> None:
-        """Write a checkpoint aside, then rename it; the two newest are kept."""
-        position.workers, position.strategy = self.world.size, self.task.context.cluster.strategy
-        folder = self.task.context.out / "checkpoints" / f"step-{position.step:08d}"
-        aside = folder.with_suffix(".partial")
-        if self.world.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-        self.world.barrier()
+        """Write a checkpoint aside, then rename it; the newest are kept."""
+        out = self.task.context.out
+        position.workers = self.world.size
+        aside = Path(self.world.broadcast(str(checkpoints.begin(out, position.step)) if self.world.rank == 0 else ""))
         self.engine.save(aside)
-        torch.save(_random_state(), aside / f"random-{self.world.rank}.pt")
+        save_file(_random_state(), aside / f"random-{self.world.rank}.safetensors")
         self.world.barrier()
         if self.world.rank == 0:
-            torch.save(self.method.resume_state(), aside / "method.pt")
-            (aside / "position.json").write_text(json.dumps(asdict(position)))
-            aside.rename(folder)
-            newest = list(_checkpoints(self.task.context.out))
-            for old in newest[2:]:
+            save_file(checkpoints.apart(self.method.resume_state()), aside / "method.safetensors")
+            checkpoints.seal(aside, position)
+            newest = list(checkpoints.newest_first(out))
+            kept = newest[: self.task.job.train.keep_checkpoints]
+            for old in newest[len(kept) :]:
                 shutil.rmtree(old)
-            self._drop_encoders(but={_read_position(kept).best_step for kept in newest[:2]})
+            self._drop_encoders(but={checkpoints.read_position(folder).best_step for folder in kept})
 
     def _kept_encoder(self, step: int) -> Path:
         return self.task.context.out / f"encoder-{step:08d}"
@@ -375,36 +399,44 @@ class Run:
                 shutil.rmtree(folder)
 
     def resume(self) -> Position:
-        """Go on from the newest checkpoint, if there is one.
+        """Go on from the newest checkpoint that is intact, if there is one.
 
-        Raises:
-            InputError: it was written by another number of workers or under another strategy.
+        Any number of workers goes on from any: data, weights, optimizer and the method's state are the same. Only
+        the random numbers of dropout belong to a worker; other workers draw new ones.
         """
-        newest = self.world.broadcast(next((str(folder) for folder in _checkpoints(self.task.context.out)), None))
+        out = self.task.context.out
+        found = checkpoints.newest_intact(out) if self.world.rank == 0 else None
+        newest = self.world.broadcast(found)
         if newest is None:
             if self.world.rank == 0:
-                (self.task.context.out / "metrics.jsonl").unlink(missing_ok=True)
+                (out / "metrics.jsonl").unlink(missing_ok=True)
                 self._drop_encoders(but=set())
             _tell(self.task, self.world, "validating before the first step")
             return Position()
-        folder = Path(newest)
-        position = _read_position(folder)
-        now = (self.world.size, self.task.context.cluster.strategy)
-        if (position.workers, position.strategy) != now:
-            raise InputError(
-                f"the checkpoint {folder} was written by {position.workers} workers under {position.strategy}, not by "
-                f"{now[0]} under {now[1]}; set them back, or start anew with --fresh train"
-            )
-        self.engine.load(folder)
-        self.method.load_resume_state(torch.load(folder / "method.pt", weights_only=True))
-        _set_random_state(torch.load(folder / f"random-{self.world.rank}.pt", weights_only=True))
+        position = checkpoints.read_position(newest)
+        self.engine.load(newest)
+        self.method.load_resume_state(load_file(newest / "method.safetensors"))
+        if position.workers == self.world.size:
+            _set_random_state(load_file(newest / f"random-{self.world.rank}.safetensors"))
+        else:
+            self._seed_workers(position.step)
         if self.world.rank == 0:
+            for later in checkpoints.newest_first(out):        # damaged, and about to come again
+                if later != newest and checkpoints.damage_of(later) is not None:
+                    shutil.rmtree(later)
             self._drop_encoders(but=set(range(position.step + 1)))
-            _drop_later_lines(self.task.context.out / "metrics.jsonl", position.step)
+            _drop_later_lines(out / "metrics.jsonl", position.step)
             log.info("going on from step %d", position.step)
+            if position.workers != self.world.size:
+                log.warning("%d workers go on where %d were: dropout draws anew", self.world.size, position.workers)
         self.logged = (position.step, self._training_seconds())
         _tell(self.task, self.world, f"going on from step {position.step}")
         return position
+
+    def _seed_workers(self, step: int) -> None:
+        """Let dropout differ between workers, and after a change of their number."""
+        entropy = [self.task.job.seed, self.world.rank, *([step] if step else [])]
+        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 
     def finish(self, position: Position) -> None:
         """Leave the best encoder as ``encoder``, and say which step it is of."""
@@ -428,11 +460,6 @@ def _tell(task: Task, world: World, note: str) -> None:
         task.context.progress.update(0, None, "steps", note)
 
 
-def _checkpoints(out: Path) -> Iterator[Path]:
-    """Whole checkpoints, newest first."""
-    return (folder for folder in sorted((out / "checkpoints").glob("step-*"), reverse=True) if not folder.suffix)
-
-
 def _random_state() -> dict[str, Tensor]:
     state = {"cpu": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
@@ -442,10 +469,6 @@ def _set_random_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _read_position(checkpoint: Path) -> Position:
-    return Position(**json.loads((checkpoint / "position.json").read_text()))
 
 
 def _drop_later_lines(metrics: Path, step: int) -> None:
