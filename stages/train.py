@@ -113,6 +113,11 @@ def check_train(job: TrainJob, cluster: ClusterConfig) -> dict[str, list[str]]:
             f"train.method.name={job.train.method.name} needs all weights on every worker, which "
             "cluster.strategy=zero3 does not keep there; set it to ddp, zero1 or zero2"
         )
+    if job.train.method.needs_whole_batches and job.train.micro_batch_size is not None:
+        raise InputError(
+            f"train.method.name={job.train.method.name} changes a whole batch at once, which "
+            f"train.micro_batch_size={job.train.micro_batch_size} would cut up; set it to null"
+        )
     if job.encoder.head == "mlp" and getattr(job.train.method, "mlp", "none") == "train-only":
         raise InputError(
             "encoder.head=mlp and train.method.mlp=train-only would put one head upon the other; set "

@@ -45,6 +45,7 @@ class MethodSettings(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
 
     version: ClassVar[int] = 1                                 # raise it when the code gives another result
     needs_whole_weights: ClassVar[bool] = False                # on every worker, which ZeRO-3 does not leave there
+    needs_whole_batches: ClassVar[bool] = False                # in each pass of the encoder
 
     def check(self, depth: int, batch_size: int) -> None:
         """Refuse what cannot be meant; any encoder and batch will do, unless a method says otherwise.

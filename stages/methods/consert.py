@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ Augmentation = Literal["none", "shuffle", "token-cutoff", "feature-cutoff", "dro
 
 class ConSERTConfig(MethodSettings):
     """Unsupervised ConSERT, arXiv:2105.11741; the paper turns the encoder's own dropout off (``train.dropout=0``)."""
+
+    needs_whole_batches: ClassVar[bool] = True                 # changes the embeddings of both views at once
 
     name: Literal["consert"]
     temperature: PositiveFloat = 0.1

@@ -15,13 +15,14 @@ import torch
 from pydantic import TypeAdapter
 
 from cluster.config import ClusterConfig
+from cluster.errors import InputError
 from cluster.world import World
 from stages.context import Context
 from stages.encoder import Encoder, EncoderConfig
 from stages.evaluate.validation import ValidationFile
 from stages.methods import generator
 from stages.methods.registry import LABELLED, METHODS, MethodConfig
-from stages.train import Run, Task, TrainConfig, TrainJob, learning_rate
+from stages.train import Run, Task, TrainConfig, TrainJob, check_train, learning_rate
 from tests import tiny
 from tests.processes import in_processes
 
@@ -138,13 +139,32 @@ def test_workers_learn_what_one_learns_to_the_last_digits_of_float64(name: str, 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_sharded_optimizer_learns_what_one_process_learns(name: str) -> None:
+    """To 1e-5, or, where rounding grows faster, no farther than float32 itself is from float64."""
     (alone, _), *_ = learned(1)[name]
+    (exact, _), *_ = learned(1, double=True)[name]
     for weights, _ in learned(2, "zero2")[name]:
-        assert farthest(weights, alone) < 1e-5
+        assert farthest(weights, alone) < max(1e-5, 2 * farthest(alone, exact))
 
 
-@pytest.mark.parametrize("name", METHODS)
+CACHED = tuple(name for name in METHODS if name != "consert")
+
+
+@pytest.mark.parametrize("name", CACHED)
 def test_gradient_caching_changes_nothing(name: str) -> None:
     (alone, _), *_ = learned(1, double=True)[name]
-    for weights, _ in learned(2, double=True, at_once=3)[name]:
+    for weights, _ in learned(2, double=True, at_once=3, names=CACHED)[name]:
         assert farthest(weights, alone) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_gradient_caching_changes_nothing_where_the_optimizer_is_sharded(strategy: str) -> None:
+    names = ("apincse", "simcse")
+    plain, cached = (learned(2, strategy, at_once=at_once, names=names) for at_once in (None, 3))
+    for name in names:
+        assert farthest(cached[name][0][0], plain[name][0][0]) < 1e-5
+
+
+def test_a_method_that_changes_whole_batches_refuses_gradient_caching() -> None:
+    configured, _ = job("consert", folder(), micro_batch_size=3)
+    with pytest.raises(InputError, match="micro_batch_size=3 would cut up; set it to null"):
+        check_train(configured, ClusterConfig())
