@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,7 +57,7 @@ class PlainEngine:
         self.model = self.module = module.to(self.device)
         self.optimizer = optimizer
         self.clipping = clipping
-        self.writes = True
+        self._writes = True
 
     def step(self, loss: Tensor, learning_rate: float) -> float:
         """One AdamW step."""
@@ -78,13 +78,12 @@ class PlainEngine:
 
     def save(self, folder: Path) -> None:
         """What this process holds is the whole."""
-        if self.writes:
-            states = {name: self.optimizer.state[value] for name, value in self.module.named_parameters()}
-            updates = next((int(state["step"]) for state in states.values() if state), 0)
-            whole = {name: value.detach() for name, value in self.module.named_parameters()}
-            for name, state in states.items():
-                whole |= {f"{name}:{moment}": state[moment] for moment in MOMENTS if state}
-            _write(folder, whole, updates)
+        if self._writes:
+            whole: dict[str, Tensor] = {}
+            for name, value in self.module.named_parameters():
+                state = self.optimizer.state[value]
+                whole |= {name: value.detach()} | {f"{name}:{moment}": state[moment] for moment in MOMENTS if state}
+            _write(folder, whole, _updates_made(self.optimizer.state.values()))
 
     def load(self, folder: Path) -> None:
         """Copy every tensor into its place."""
@@ -119,7 +118,7 @@ class DDPEngine(PlainEngine):
         super().__init__(module, optimizer, clipping)
         self.device = self._accelerator.device
         self.model, self.optimizer = self._accelerator.prepare(module, optimizer)
-        self.writes = world.rank == 0
+        self._writes = world.rank == 0
         if world.size > 1 and not isinstance(self.model, nn.parallel.DistributedDataParallel):
             raise RuntimeError(f"Accelerate prepared a {type(self.model).__name__} where DDP was asked for")
 
@@ -192,7 +191,7 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         whole: dict[str, Tensor] = {}
-        updates = next((int(state["step"]) for state in self._states() if state), 0)
+        updates = _updates_made(self._states())
         for name, parameter in self.module.named_parameters():
             values = {name: safe_get_full_fp32_param(parameter)}
             for moment in MOMENTS if updates else ():
@@ -209,17 +208,21 @@ class DeepSpeedEngine:
         """
         with safe_open(folder / CHECKPOINT, "pt") as whole, torch.no_grad():
             updates = _updates(whole)
-            for flat, state in zip(self._flat_parameters(), self._states(), strict=True):
-                if updates:
-                    for moment in MOMENTS:
-                        state.setdefault(moment, torch.zeros_like(flat))
-                    state["step"] = torch.tensor(float(updates))
-            if updates and self.stage < 3:
-                self._zero._lazy_init_hp_params_optimizer_state()
+            if updates:
+                self._make_states(updates)
             for name, parameter in self.module.named_parameters():
                 self._set(parameter, whole.get_tensor(name))
                 for moment in MOMENTS if updates else ():
                     self._set(parameter, whole.get_tensor(f"{name}:{moment}"), moment)
+
+    def _make_states(self, updates: int) -> None:
+        """Have moments, and where there are master weights of single parameters, these know of them."""
+        for flat, state in zip(self._flat_parameters(), self._states(), strict=True):
+            for moment in MOMENTS:
+                state.setdefault(moment, torch.zeros_like(flat))
+            state["step"] = torch.tensor(float(updates))
+        if self.stage < 3:
+            self._zero._lazy_init_hp_params_optimizer_state()
 
     @property
     def _zero(self) -> Any:
@@ -275,6 +278,11 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
 def _write(folder: Path, whole: dict[str, Tensor], updates: int) -> None:
     tensors = {name: value.to("cpu").contiguous() for name, value in whole.items()}
     save_file(tensors, folder / CHECKPOINT, {"updates": str(updates)})
+
+
+def _updates_made(states: Iterable[dict[str, Any]]) -> int:
+    """By an optimizer with these states, which are empty before its first."""
+    return next((int(state["step"]) for state in states if state), 0)
 
 
 def _updates(checkpoint: Any) -> int:

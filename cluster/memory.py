@@ -22,7 +22,7 @@ def explained_memory(remedies: str) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         if not _is_of_memory(error):
             raise
         raise MemoryError(f"a training worker ran out of memory; {_used()}; {remedies}") from error

@@ -1,6 +1,5 @@
 """Checkpoints of a training run: written aside, sealed with digests, then renamed; a damaged one is passed over."""
 
-import hashlib
 import json
 import logging
 import shutil
@@ -9,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torch import Tensor
+
+from stages.artifacts import file_digest
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +47,7 @@ def seal(aside: Path, position: Position) -> None:
     """Add the position and the digest of every file, and give the folder its name."""
     (aside / POSITION).write_text(json.dumps(asdict(position)))
     (aside / SEAL).write_text(json.dumps(_digests(aside)))
-    target = aside.with_suffix("")
-    shutil.rmtree(target, ignore_errors=True)                  # a damaged one of this step
-    aside.rename(target)
+    aside.rename(aside.with_suffix(""))
 
 
 def read_position(checkpoint: Path) -> Position:
@@ -62,12 +61,13 @@ def newest_first(out: Path) -> Iterator[Path]:
 
 
 def newest_intact(out: Path) -> Path | None:
-    """The checkpoint to go on from; damaged ones are named in a warning."""
+    """The checkpoint to go on from; newer ones, all damaged, are named in a warning and removed."""
     for folder in newest_first(out):
         damage = damage_of(folder)
         if damage is None:
             return folder
-        log.warning("the checkpoint %s is damaged (%s); taking the one before it", folder, damage)
+        log.warning("the checkpoint %s is damaged (%s); its steps come again", folder, damage)
+        shutil.rmtree(folder)
     return None
 
 
@@ -84,13 +84,8 @@ def damage_of(checkpoint: Path) -> str | None:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file but the seal."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != SEAL:
-            with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    """Of each file but the seal."""
+    return {file.name: file_digest(file) for file in sorted(folder.iterdir()) if file.name != SEAL}
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

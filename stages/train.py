@@ -176,34 +176,34 @@ def train(job: TrainJob, corpus: Corpus | LabelledRows, context: Context) -> Tra
     return TrainedEncoder(context.out, result["best_step"], result["best_score"])
 
 
+@explained_memory(SAVES_MEMORY)
 def train_worker(task: Task, world: World) -> None:
     """The training loop, run by every worker alike."""
     config = task.job.train
     _tell(task, world, "loading encoder and sentences")
-    with explained_memory(SAVES_MEMORY):
-        run = Run.prepare(task, world)
-        position = run.resume()
-        if position.step == 0:
-            run.record({"step": 0, "validation_spearman": run.validate(), **run.watch()})
-        for step in range(position.step, run.steps):
-            if config.patience is not None and position.without_improvement >= config.patience:
-                break
-            run.method.train()
-            batch = run.batch(step)
-            loss, metrics = run.engine.model(batch, world)
-            rate = learning_rate(step, run.steps, config.learning_rate, config.warmup)
-            norm = run.engine.step(loss, rate)
-            position.step = step + 1
-            run.count_nonfinite(position, norm, batch)
-            run.log_step(position, metrics, rate, norm)
-            if position.step % config.eval_every == 0 or position.step == run.steps:
-                run.keep_if_best(position, run.validate())
-            stopping = run.asked_to_stop()
-            if (position.step % config.checkpoint_every == 0 or stopping) and position.step < run.steps:
-                run.save(position)
-                if stopping:
-                    return
-        run.finish(position)
+    run = Run.prepare(task, world)
+    position = run.resume()
+    if position.step == 0:
+        run.record({"step": 0, "validation_spearman": run.validate(), **run.watch()})
+    for step in range(position.step, run.steps):
+        if config.patience is not None and position.without_improvement >= config.patience:
+            break
+        run.method.train()
+        batch = run.batch(step)
+        loss, metrics = run.engine.model(batch, world)
+        rate = learning_rate(step, run.steps, config.learning_rate, config.warmup)
+        norm = run.engine.step(loss, rate)
+        position.step = step + 1
+        run.count_nonfinite(position, norm, batch)
+        run.log_step(position, metrics, rate, norm)
+        if position.step % config.eval_every == 0 or position.step == run.steps:
+            run.keep_if_best(position, run.validate())
+        stopping = run.asked_to_stop()
+        if (position.step % config.checkpoint_every == 0 or stopping) and position.step < run.steps:
+            run.save(position)
+            if stopping:
+                return
+    run.finish(position)
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
@@ -382,7 +382,7 @@ class Run:
         """Write a checkpoint aside, then rename it; the newest are kept."""
         out = self.task.context.out
         position.workers = self.world.size
-        aside = Path(self.world.broadcast(str(checkpoints.begin(out, position.step)) if self.world.rank == 0 else ""))
+        aside = self.world.broadcast(checkpoints.begin(out, position.step) if self.world.rank == 0 else None)
         self.engine.save(aside)
         save_file(_random_state(), aside / f"random-{self.world.rank}.safetensors")
         self.world.barrier()
@@ -410,8 +410,7 @@ class Run:
         the random numbers of dropout belong to a worker; other workers draw new ones.
         """
         out = self.task.context.out
-        found = checkpoints.newest_intact(out) if self.world.rank == 0 else None
-        newest = self.world.broadcast(found)
+        newest = self.world.broadcast(checkpoints.newest_intact(out) if self.world.rank == 0 else None)
         if newest is None:
             if self.world.rank == 0:
                 (out / "metrics.jsonl").unlink(missing_ok=True)
@@ -426,9 +425,6 @@ class Run:
         else:
             self._seed_workers(position.step)
         if self.world.rank == 0:
-            for later in checkpoints.newest_first(out):        # damaged, and about to come again
-                if later != newest and checkpoints.damage_of(later) is not None:
-                    shutil.rmtree(later)
             self._drop_encoders(but=set(range(position.step + 1)))
             _drop_later_lines(out / "metrics.jsonl", position.step)
             log.info("going on from step %d", position.step)
@@ -440,8 +436,8 @@ class Run:
 
     def _seed_workers(self, step: int) -> None:
         """Let dropout differ between workers, and after a change of their number."""
-        entropy = [self.task.job.seed, self.world.rank, *([step] if step else [])]
-        torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+        entropy = np.random.SeedSequence([self.task.job.seed, self.world.rank, step])
+        torch.manual_seed(int(entropy.generate_state(1)[0]))
 
     def finish(self, position: Position) -> None:
         """Leave the best encoder as ``encoder``, and say which step it is of."""

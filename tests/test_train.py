@@ -343,6 +343,18 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, job: TrainJob, tmp_pat
     assert without_speed(stopped.context.out) == without_speed(whole.context.out)
 
 
+def test_a_run_of_damaged_checkpoints_alone_starts_anew(job: TrainJob, tmp_path: Path) -> None:
+    job = with_train(job, **LONG)
+    whole, stopped = (task(job, tmp_path / name) for name in ("whole", "stopped"))
+    in_processes(1, run, whole)
+    with pytest.raises(ChildProcessError):
+        in_processes(1, partial(run, die_after=9), stopped)
+    for position in (stopped.context.out / "checkpoints").glob("*/position.json"):
+        position.unlink()
+    in_processes(1, run, stopped)
+    assert without_speed(stopped.context.out) == without_speed(whole.context.out)
+
+
 def test_a_corpus_smaller_than_a_batch_is_refused(job: TrainJob, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has 7 sentences, fewer than train\.batch_size=8"):
         train(job, Corpus(tmp_path, 7), Context(tmp_path))
