@@ -253,7 +253,7 @@ def test_a_server_that_hangs_fills_the_buffer_and_no_more(caplog: pytest.LogCapt
         live.close(timeout=0.1)
         assert time.perf_counter() - start < 5
         assert live.lost > 400
-    assert len(caplog.records) == 1
+        assert len(caplog.records) == 1                        # before the socket closes, of which urllib3 may warn
 
 
 def test_without_tracking_live_metrics_go_nowhere() -> None:
